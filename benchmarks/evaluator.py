@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.evaluation.forward_plan import plan_forward
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 

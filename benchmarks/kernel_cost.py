@@ -110,5 +110,6 @@ def attention_kernels(
         used = ", ".join(dict.fromkeys(kernels.names)) or "torch's choice"
         yield row(f"{name}, {used}: time", "without cuDNN", "s", ours, theirs)
         pairs = queries * (keys - queries) + queries * (queries + 1) / 2
-        rate = planned.attention if function is whole else planned.chunked
-        yield row(f"{name}: rate", "the plan's", "TFLOP/s", pairs * operations / ours / 1e12, rate / 1e12)
+        rate = pairs * operations / ours
+        plan = planned.attention if function is whole else planned.chunked
+        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, plan / 1e12)

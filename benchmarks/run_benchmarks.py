@@ -29,7 +29,7 @@ from remap_cost import changed_positions
 from remap_prefill import changed_positions_prefill
 from training_cost import packed_documents, training_8b, training_loss, training_step
 
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.budget import expand_segments
 
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,

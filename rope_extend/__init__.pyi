@@ -30,7 +30,7 @@ from rope_extend.evaluation.evaluate import retrieve as retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig as EvaluationConfig
 from rope_extend.evaluation.evaluation_config import RetrievalConfig as RetrievalConfig
 from rope_extend.evaluation.evaluation_config import StudyConfig as StudyConfig
-from rope_extend.evaluation.perplexity import RunOptions as RunOptions
+from rope_extend.evaluation.loss_computer import RunOptions as RunOptions
 from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult

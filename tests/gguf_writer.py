@@ -37,16 +37,9 @@ def converted(
     the `tables` of divisors are added.
     """
     config = model.config
-    arch = config.model_type
+    writer, names = _begun(config, path)
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rotated = getattr(config, "partial_rotary_factor", None) or config.rope_parameters.get(
@@ -56,59 +49,33 @@ def converted(
     if "rope.freq_base" not in keys:
         writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     tokenizer(writer, config.vocab_size)
     _add_keys(writer, keys)
     for name, divisors in (tables or {}).items():
         writer.add_tensor(name, np.asarray(divisors, np.float32))
-    names = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-        "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    }  # fmt: skip
     for name, weight in model.state_dict().items():
+        inner, suffix = name.rsplit(".", 1)
+        stored = f"{names.get_name(inner)}.{suffix}"
+        if stored == without:
+            continue
         data = weight.float().numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if writer.arch == "llama" and ("q_proj" in name or "k_proj" in name):
             count = heads if "q_proj" in name else kv
             data = data.reshape(count, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-        if name.startswith("model.layers."):
-            _, _, layer, inner = name.split(".", 3)
-            inner, kind = inner.rsplit(".", 1)
-            name = f"blk.{layer}.{names[inner]}.{kind}"
-        else:
-            name = {
-                "model.embed_tokens.weight": "token_embd.weight",
-                "model.norm.weight": "output_norm.weight",
-                "lm_head.weight": "output.weight",
-            }[name]
-        if name == without:
-            continue
         data = np.ascontiguousarray(data)
         kind = quantized if data.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+        writer.add_tensor(stored, gguf.quantize(data, kind), raw_dtype=kind)
     return _written(writer, path)
 
 
 def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: float = 0.0) -> Path:
-    """The file of a model of any architecture, with the tensor names of the package gguf.
+    """The file of a model of any architecture.
 
     `keys` are below the architecture's name, besides those of the sizes. Weights of norms are stored with
     `norm_offset` added, as llama.cpp's converter does for Gemma and Nemotron.
     """
     config = model.config
-    arch = config.model_type.removesuffix("_text")
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_vocab_size(config.vocab_size)
+    writer, names = _begun(config, path)
     writer.add_pad_token_id(0)
     add_tokens(writer, config.vocab_size)
     _add_keys(writer, keys)
@@ -120,6 +87,21 @@ def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: f
         data = np.ascontiguousarray(weight.float().numpy() + np.float32(offset))
         writer.add_tensor(f"{names.get_name(inner)}.{suffix}", data)
     return _written(writer, path)
+
+
+def _begun(config: Any, path: Path) -> tuple[Any, Any]:
+    """A writer that has the sizes of a model, and the package's names of its tensors."""
+    arch = config.model_type.removesuffix("_text")
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    return writer, gguf.get_tensor_name_map(kind, config.num_hidden_layers)
 
 
 def without_weights(path: Path, arch: str, tensors: tuple[str, ...] = (), **keys: Any) -> Path:

@@ -1,37 +1,245 @@
-"""One question about one long text, answered by a model as it was and as it is extended."""
+"""Greedy answers: to prompts of retrieval tasks in batches, and to one question about one long text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+from torch import Tensor, nn
+from transformers import (
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.candidates import method_encoding
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.greedy import greedy
-from rope_extend.evaluation.prompts import encode, uses_chat
+from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
+from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
-from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error, pretrained
+from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch, extend
 from rope_extend.units import format_length
 
+logger = logging.getLogger(__name__)
 
-class Answerer(NamedTuple):
-    """A model that is asked: what it is called, and the model with its encoding."""
 
-    label: str
-    model: Any
+def generate(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    finished: Callable[[int, str], bool] = lambda *_: False,
+    write: Callable[[str], object] | None = None,
+) -> list[str]:
+    """Continue token ids by the most likely tokens, whatever the model's generation config says.
+
+    Args:
+        model: a causal language model, patched or not, with or without an adapter.
+        tokenizer: the model's tokenizer.
+        rows: token ids of the prompts; shorter ones are padded on the left.
+        new_tokens: the most new tokens of a row.
+        finished: takes the number of a row and its new text; whether it needs no more tokens.
+        write: gets the new text of a single row piece by piece.
+
+    Returns:
+        The new text of each row.
+    """
+    lm, patch, device = unwrap(model), current_patch(model), input_device(model)
+    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    ends = getattr(lm.generation_config, "eos_token_id", None)
+    config = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id if ends is None else ends,
+        # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
+        use_cache=not (patch is not None and patch.encoding.per_row),
+    )  # fmt: skip
+    more: dict[str, Any] = {}
+    if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
+        more = {"past_key_values": _filled_cache(model, ids, new_tokens)}
+    if write is not None:
+        more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        more["streamer"].on_finalized_text = lambda text, stream_end=False: write(text)
+
+    def texts(output: Tensor) -> list[str]:
+        return list(tokenizer.batch_decode(output[:, width:], skip_special_tokens=True))
+
+    with _no_defaults(lm), ExitStack() as stack:
+        stop = _Stop(stack, lambda output: [finished(n, text) for n, text in enumerate(texts(output))])
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config,
+            stopping_criteria=StoppingCriteriaList([stop]), **more,
+        )  # fmt: skip
+    return texts(output)
+
+
+@contextmanager
+def _no_defaults(lm: Any) -> Iterator[None]:
+    """Within the block, `generate` uses nothing of the checkpoint's generation config.
+
+    It would take all that it is not given from there: penalties and forbidden tokens, which change the
+    answer, or a kind of cache. Nor does it remind of the config's window, which methods exceed on purpose.
+    """
+    own, reminder = lm.generation_config, logging.getLogger("transformers.generation.stopping_criteria")
+    lm.generation_config = GenerationConfig()
+    reminder.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        reminder.removeFilter(_nothing)
+        lm.generation_config = own
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    """Ends finished rows. After the first token, attention builds no plan for each number of keys."""
+
+    def __init__(self, stack: ExitStack, finished: Callable[[Tensor], list[bool]]) -> None:
+        self.stack, self.finished, self.decodes = stack, finished, False
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not self.decodes:
+            self.decodes = True
+            self.stack.enter_context(without_cudnn())
+        return torch.tensor(self.finished(input_ids), device=input_ids.device)
+
+
+def _filled_cache(model: Any, ids: Tensor, new_tokens: int) -> DynamicCache | None:
+    """The cache of all tokens but the last of long prompts `[B, T]`, from which `generate` continues.
+
+    It is filled in chunks, so that activations stay small: `generate` processes prompts whole, and for an 8B
+    model at 262k tokens the MLPs alone then need 29 GB. None for prompts of up to 131,072 tokens, and for
+    models that give other results in chunks.
+    """
+    tokens = ids.shape[1]
+    if tokens <= chunked_forward.MAX_WHOLE:
+        return None
+    computer = LossComputer(model, ids.device)
+    size = computer.chunked.default_chunk(tokens)
+    if size >= tokens or not computer.can_chunk(tokens, size):
+        return None
+    cache = computer.chunked.cache_of(tokens + new_tokens)
+    for _ in computer.chunked.with_cache(torch.split(ids[:, :-1], size, dim=1), cache):
+        pass  # the states are not needed: the last token gives the first logits
+    return cache
+
+
+def answer_batch(
+    model: nn.Module, tokenizer: Any, task: Task, batch: Sequence[Prompt], crop: int | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """Let a model answer prompts of one task and length together, and score the answers.
+
+    Args:
+        model: a causal language model, patched or not; unchanged afterwards.
+        tokenizer: its tokenizer.
+        task: the task of the prompts.
+        batch: the prompts.
+        crop: number of a prompt's last tokens that the model sees, including those of the answer. This is the
+            control for a longer context.
+
+    Returns:
+        For each prompt, what identifies it, `response` and `score`, as plain values; and the peak memory.
+
+    Raises:
+        RopeExtendError: a prompt does not fit into the memory alone.
+    """
+    with evaluation_mode(model) as device, torch.no_grad():
+        responses = _responses(model, tokenizer, task, batch, crop)
+        peak = peak_memory_bytes(device)
+    names = ("task", "length", "depth", "trial", "distance", "answers")
+    trials = [
+        {
+            **{name: getattr(prompt, name) for name in names},
+            "response": response,
+            "score": task.score(response, prompt.answers),
+            "prompt": prompts_fingerprint([prompt]),
+        }
+        for prompt, response in zip(batch, responses, strict=True)
+    ]
+    return trials, peak
+
+
+def _responses(
+    model: nn.Module, tokenizer: Any, task: Task, batch: Sequence[Prompt], crop: int | None
+) -> list[str]:
+    """The answers to a batch of prompts; if memory runs out, to one half after the other."""
+    bos = tokenizer.bos_token_id
+    rows = [
+        last_tokens(encode(tokenizer, prompt.text, prompt.chat), prompt.visible(crop), bos)
+        for prompt in batch
+    ]
+    try:
+        return generate(
+            model, tokenizer, rows, task.new_tokens,
+            finished=lambda number, text: task.finished(text, batch[number].answers),
+        )  # fmt: skip
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if len(batch) == 1:
+            raise RopeExtendError(
+                f"one prompt of {batch[0].length} tokens does not fit into the memory; use shorter lengths. "
+                "Finished trials are kept"
+            ) from error
+    # Outside the handler, because the traceback keeps tensors alive until here.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    half = len(batch) // 2
+    logger.warning(
+        "out of memory with %d prompts of %d tokens; the batch is halved", len(batch), batch[0].length
+    )
+    return [
+        *_responses(model, tokenizer, task, batch[:half], crop),
+        *_responses(model, tokenizer, task, batch[half:], crop),
+    ]
+
+
+def answer(
+    model: Any, tokenizer: Any, ids: list[int], new_tokens: int, write: Callable[[str], object] | None = None
+) -> str:
+    """The continuation of one prompt; the arguments are those of `generate`.
+
+    Raises:
+        RopeExtendError: the prompt does not fit into memory.
+    """
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            return generate(model, tokenizer, [ids], new_tokens, write=write)[0]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RopeExtendError(
+            f"a prompt of {len(ids):,} tokens does not fit into memory; use less text (max_tokens=), a "
+            "smaller dtype, or quantize='4bit'"
+        ) from error
 
 
 class LongPrompt(NamedTuple):
@@ -42,9 +250,54 @@ class LongPrompt(NamedTuple):
     total: int
 
 
+def long_prompt(
+    tokenizer: Any, text: str, question: str | None, most: int, *, chat: str = "auto"
+) -> LongPrompt:
+    """Put a text and a question into one prompt of at most `most` tokens; the end of the text is cut off.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the long text.
+        question: asked after the text; None lets the model continue the text.
+        most: tokens that the prompt may have.
+        chat: `auto` uses the tokenizer's chat template if there is one and a question; `on` or `off`.
+
+    Raises:
+        RopeExtendError: not even the question fits, or there is no chat template to turn on.
+    """
+    template = question is not None and uses_chat(tokenizer, chat)
+
+    def ids_of(part: str) -> list[int]:
+        if question is None:
+            return encode(tokenizer, part, False)
+        if not template:
+            return encode(tokenizer, f"{part}\n\nQuestion: {question}\nAnswer:", False)
+        turn = [{"role": "user", "content": f"{part}\n\n{question}"}]
+        with one_error("the tokenizer's chat template fails", "Leave it out: --no-chat, or chat='off'"):
+            written = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return encode(tokenizer, written, True)
+
+    def tokens_of(part: str) -> int:
+        return len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+
+    kept, ids = text, ids_of(text)
+    if len(ids) > most:
+        # By characters: decoding a part of the tokens does not give the text back with every tokenizer.
+        sizes = range(0, len(text), max(1, len(text) // 4096))
+        fitting = bisect_right(sizes, most, key=lambda size: len(ids_of(text[:size])))
+        if fitting < 2:
+            raise RopeExtendError(
+                f"the question leaves no room for the text in a prompt of {most:,} tokens; ask a shorter "
+                "question, for a shorter answer, or give a longer target_length"
+            )
+        kept = text[: sizes[fitting - 1]]
+        ids = ids_of(kept)
+    return LongPrompt(ids, tokens_of(kept), tokens_of(text))
+
+
 @dataclass(frozen=True)
 class Subjects:
-    """The models that answer: a base model, and the same one extended.
+    """The models that answer a question: a base model, and the same one extended.
 
     Attributes:
         base: the model whose weights are loaded, a directory or hub id.
@@ -83,37 +336,28 @@ class Subjects:
 
         Raises:
             RopeExtendError: no such model, an adapter with a target length, a method or a trained length, a
-                base model without an adapter, or a method without a target length.
+                base model without an adapter, or a method without a longer target length.
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
         directory = Path(name)
-        is_adapter = (directory / "adapter_config.json").exists()
-        if not is_adapter:
+        if not (directory / "adapter_config.json").exists():
             if base_model is not None:
                 raise RopeExtendError(
                     f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
                 )
             found = info(name, trained_length=trained_length)
-            trained = found.shape.trained_length
-            if target_length is None:
-                return cls(name, None, found.window, None, trained, name)
-            if target_length <= trained:
-                raise RopeExtendError(
-                    f"target_length must exceed the trained window of {trained:,} tokens, got "
-                    f"{target_length:,}"
-                )
-            method = method or "yarn"
-            method_encoding(method, found.shape, target_length)  # refuses a name that no method has
-            return cls(name, None, target_length, method, trained, name)
-        if target_length is not None:
-            raise RopeExtendError(
-                f"{name} holds an adapter, whose record says its window; leave target_length= and method= out"
+            if target_length is not None:
+                method = method or "yarn"
+                method_encoding(method, found.shape, target_length)  # refuses what extends nothing
+            window = found.window if target_length is None else target_length
+            return cls(name, None, window, method, found.shape.trained_length, name)
+        if target_length is not None or trained_length is not None:
+            given = (
+                f"trained_length={trained_length}" if target_length is None else "target_length= and method="
             )
-        if trained_length is not None:
             raise RopeExtendError(
-                f"{name} holds an adapter, whose record says the trained window; leave "
-                f"trained_length={trained_length} out"
+                f"{name} holds an adapter, whose record says its windows; leave {given} out"
             )
         record = read_record(local_directory(name))
         base = base_model or record.base_model
@@ -133,137 +377,25 @@ class Subjects:
         """The tokenizer."""
         return pretrained(AutoTokenizer, self.tokenizer)
 
-    def answerers(self, load_options: LoadOptions, *, before: bool = True) -> Iterator[Answerer]:
-        """Load the model once, and yield it as it was, if wanted, and as it is extended.
+    def answerers(self, load_options: LoadOptions, *, before: bool = True) -> Iterator[tuple[str, Any]]:
+        """Load the model once; yield a label and the model as it was, if wanted, and as it is extended.
 
         Raises:
             RopeExtendError: the model cannot be loaded or extended.
         """
         model = load_options.load(self.base)
-        trained = format_length(self.trained_length)
+        target = format_length(self.target_length)
         if not self.is_extended:
-            yield Answerer(f"{self.base}, window {format_length(self.target_length)}", model)
+            yield f"{self.base}, window {target}", model
             return
         if before:
-            yield Answerer(f"before: {self.base}, trained on {trained}", model)
-        target = format_length(self.target_length)
+            yield f"before: {self.base}, trained on {format_length(self.trained_length)}", model
         if self.adapter is not None:
             tuned = load_adapter(model, self.adapter).eval()
             patch = current_patch(tuned)
             encoding = patch.encoding if patch else "its own encoding"
-            yield Answerer(f"after: {self.adapter}, {encoding}, window {target}", tuned)
+            yield f"after: {self.adapter}, {encoding}, window {target}", tuned
             return
         assert self.method is not None
         with extend(model, self.target_length, self.method, trained_length=self.trained_length) as patch:
-            yield Answerer(f"after: {patch.encoding} without training, window {target}", model)
-
-
-def long_prompt(
-    tokenizer: Any, text: str, question: str | None, most: int, *, chat: str = "auto"
-) -> LongPrompt:
-    """Put a text and a question into one prompt of at most `most` tokens; the end of the text is cut off.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        text: the long text.
-        question: asked after the text; None lets the model continue the text.
-        most: tokens that the prompt may have.
-        chat: `auto` uses the tokenizer's chat template if there is one and a question; `on` or `off`.
-
-    Raises:
-        RopeExtendError: not even the question fits, or there is no chat template to turn on.
-    """
-    template = question is not None and uses_chat(tokenizer, chat)
-
-    def ids_of(part: str) -> list[int]:
-        if question is None:
-            return encode(tokenizer, part, False)
-        if not template:
-            return encode(tokenizer, f"{part}\n\nQuestion: {question}\nAnswer:", False)
-        turn = [{"role": "user", "content": f"{part}\n\n{question}"}]
-        with one_error("the tokenizer's chat template fails", "Leave it out: --no-chat, or chat='off'"):
-            written = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return encode(tokenizer, written, True)
-
-    def tokens_of(part: str) -> int:
-        return len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-
-    whole = ids_of(text)
-    if len(whole) <= most:
-        return LongPrompt(whole, tokens_of(text), tokens_of(text))
-    # By characters: decoding a part of the tokens does not give the text back with every tokenizer.
-    low, few, high, many = 0, len(ids_of("")), len(text), len(whole)
-    fitting: list[int] = []
-    for _ in range(_TRIALS):
-        if few > most or high - low < 2 or most - len(fitting) <= _SLACK:
-            break
-        guess = low + round((high - low) * (most - few) / (many - few))
-        size = min(max(guess, low + 1), high - 1)
-        ids = ids_of(text[:size])
-        if len(ids) <= most:
-            low, few, fitting = size, len(ids), ids
-        else:
-            high, many = size, len(ids)
-    if not fitting:
-        raise RopeExtendError(
-            f"the question leaves no room for the text in a prompt of {most:,} tokens; ask a shorter "
-            "question, for a shorter answer, or give a longer target_length"
-        )
-    return LongPrompt(fitting, tokens_of(text[:low]), tokens_of(text))
-
-
-_TRIALS, _SLACK = 24, 4
-"""Attempts to fill a prompt, and the tokens that may stay free."""
-
-
-class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands each finished piece of text to a function."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.write(text)
-
-
-def answer(
-    model: Any, tokenizer: Any, ids: list[int], new_tokens: int, write: Callable[[str], object] | None = None
-) -> str:
-    """The most likely continuation of a prompt, token by token, whatever the model's generation config says.
-
-    Args:
-        model: a causal language model, patched or not.
-        tokenizer: the model's tokenizer.
-        ids: token ids of the prompt.
-        new_tokens: the most tokens of the answer.
-        write: gets the text piece by piece while it is generated.
-
-    Raises:
-        RopeExtendError: the prompt does not fit into memory.
-    """
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = tokenizer.eos_token_id if ends is None else ends
-    first = ends[0] if isinstance(ends, list) else ends
-    patch = current_patch(model)
-    config = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, num_beams=1, eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first or 0,
-        # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
-        use_cache=not (patch is not None and patch.encoding.per_row),
-    )  # fmt: skip
-    with evaluation_mode(model) as device, torch.no_grad(), greedy(model):
-        prompt = torch.tensor([ids], device=device)
-        try:
-            output = model.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=config,
-                streamer=None if write is None else _Streamer(tokenizer, write),
-            )  # fmt: skip
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RopeExtendError(
-                f"a prompt of {len(ids):,} tokens does not fit into memory; use less text (max_tokens=), a "
-                "smaller dtype, or quantize='4bit'"
-            ) from error
-    return str(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+            yield f"after: {patch.encoding} without training, window {target}", model

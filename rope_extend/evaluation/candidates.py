@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from safetensors import safe_open
 from torch import nn
 
 from rope_extend.checkpoint.info import ModelInfo, info
@@ -25,21 +24,12 @@ from rope_extend.evaluation.labels import distinct_labels, distinct_names, publi
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.loading import one_error
 from rope_extend.models.view import length_groups
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.units import format_length
 
 DOUBLINGS = 3
 """How many doublings of the trained window are measured by default."""
-
-
-class Candidate(NamedTuple):
-    """A model that is ready to be measured: its label, the directory of its adapter, and the model."""
-
-    label: str
-    adapter: str | None
-    model: nn.Module
 
 
 @dataclass(frozen=True)
@@ -94,10 +84,7 @@ class Candidates:
                 )
         method_labels(encodings)  # refuses a saved encoding that is given twice
         candidates = cls(config.model, load_options, empty, model_info, lengths, encodings, records)
-        with quiet_patching():
-            for method in encodings:
-                with candidates.untrained(empty, method):
-                    pass  # refuses a method that changes nothing
+        candidates.length_groups(lengths)  # refuses a method that changes nothing
         return candidates
 
     @property
@@ -144,7 +131,7 @@ class Candidates:
         groups = []
         with quiet_patching():
             for method in self.encodings:
-                with self.untrained(self.empty, method):
+                with self._untrained(self.empty, method):
                     groups.append(length_groups(self.empty, lengths))
             for record in self.records.values():
                 with patch_model(
@@ -157,20 +144,36 @@ class Candidates:
         return groups
 
     @contextmanager
-    def untrained(self, lm: Any, method: str) -> Iterator[Candidate]:
-        """The model under a method within the block.
+    def prepared(self, lm: Any, method: str | None = None, adapter: str | None = None) -> Iterator[nn.Module]:
+        """The model under a method, or with an adapter, within the block.
 
         Args:
-            lm: the model, with its weights or without.
-            method: one of `encodings`, or `none`.
+            lm: the model with its weights.
+            method: one of `encodings`, or `none`; None for an adapter.
+            adapter: one of `records`; None for a method.
 
         Raises:
             PatchError: the method changes nothing.
         """
+        if method is not None:
+            with self._untrained(lm, method):
+                yield lm
+            return
+        assert adapter is not None
+        tuned = cast_adapter(load_adapter(lm, adapter))
+        try:
+            yield tuned.eval()
+        finally:
+            patch_of_adapter = current_patch(tuned)
+            remove_adapter(tuned)
+            if patch_of_adapter is not None:
+                patch_of_adapter.remove()
+
+    @contextmanager
+    def _untrained(self, lm: Any, method: str) -> Iterator[None]:
         changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
-        label = self.method_labels.get(method, method)
         if changed_to is None:
-            yield Candidate(label, None, lm)
+            yield
             return
         target = None if method == PLAIN else self.longest
         with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
@@ -180,34 +183,17 @@ class Candidates:
                     f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
                     f"methods, or use {AS_IS}"
                 )
-            yield Candidate(label, None, lm)
+            yield
 
-    @contextmanager
-    def tuned(self, lm: Any, adapter: str) -> Iterator[Candidate]:
-        """The model with one of the adapters within the block.
-
-        Args:
-            lm: the model with its weights.
-            adapter: one of `records`.
-        """
-        tuned = cast_adapter(load_adapter(lm, adapter))
-        try:
-            yield Candidate(adapter_labels(self.records)[adapter], adapter, tuned.eval())
-        finally:
-            patch_of_adapter = current_patch(tuned)
-            remove_adapter(tuned)
-            if patch_of_adapter is not None:
-                patch_of_adapter.remove()
-
-    def subject(self, candidate: Candidate, label: str) -> dict[str, Any]:
+    def subject(self, model: nn.Module, label: str, adapter: str | None = None) -> dict[str, Any]:
         """What a row says of the model that was measured, see `EvaluationRow`."""
-        patch = current_patch(candidate.model)
-        record = None if candidate.adapter is None else self.records[candidate.adapter]
+        patch = current_patch(model)
+        record = None if adapter is None else self.records[adapter]
         return {
             "label": label,
             "encoding": patch.encoding.to_dict() if patch else None,
             "model": self.name,
-            "adapter": candidate.adapter,
+            "adapter": adapter,
             "trained_length": self.trained_length,
             "rope_parameters": None if patch else self.info.rope_parameters,
             "target_length": record.target_length if record else None,
@@ -225,20 +211,16 @@ def _check_removable(adapter: Path) -> None:
     config = read_json(adapter / "adapter_config.json")
     reason = changes_base(SimpleNamespace(**config))
     if reason is None and config.get("bias", "none") != "none":
-        with (
-            one_error(f"cannot read the weights of {adapter}"),
-            safe_open(adapter / "adapter_model.safetensors", framework="pt") as file,
-        ):
-            trained = [name for name in file.keys() if name.endswith(".bias") and ".lora_" not in name]  # noqa: SIM118
-        reason = f'bias="{config["bias"]}"' if trained else None
-    if reason is not None:
-        is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-        how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
-        raise RopeExtendError(
-            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
-            f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
-            "checkpoint as the model"
-        )
+        reason = f'bias="{config["bias"]}"'
+    if reason is None:
+        return
+    is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
+    how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
+    raise RopeExtendError(
+        f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
+        f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
+        "checkpoint as the model"
+    )
 
 
 def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:
@@ -255,7 +237,7 @@ def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | N
     if longest <= shape.trained_length:
         raise RopeExtendError(
             f"{method} has nothing to extend: the longest length, {longest}, is within the trained window of "
-            f"{shape.trained_length} tokens; add a longer one, or use only the methods {AS_IS} and {PLAIN}"
+            f"{shape.trained_length} tokens; give a longer one, or use only the methods {AS_IS} and {PLAIN}"
         )
     return named.for_target(shape, longest)
 

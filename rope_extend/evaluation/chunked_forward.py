@@ -86,13 +86,6 @@ class ChunkedForward:
 
     def in_chunks(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
         """The same states, `[B, t, D]` for each chunk of `size` tokens, by the strategy of this model."""
-        attention = self.config.get_text_config(decoder=True)._attn_implementation
-        if "flex" in attention and inputs.shape[1] > MAX_WHOLE:
-            logger.warning(
-                "%s is compiled again for each chunk of %d tokens, because its mask holds their place; use "
-                "attn_implementation='sdpa' (--attn sdpa) for windows above %d tokens",
-                attention, size, MAX_WHOLE,
-            )  # fmt: skip
         chunks = torch.split(inputs, size, dim=1)
         return self.by_layer(chunks) if self.strategy == "layer by layer" else self.with_cache(chunks)
 
@@ -153,7 +146,7 @@ class ChunkedForward:
         for index in self.active_layers(len(layers)):
             cache = _OneLayerCache(self.config, index, tokens)
             for number, chunk in enumerate(chunks):
-                active = _ActiveLayer(layers[index], between[number])
+                active = _Replaced(layers[index], True, between[number])
                 between[number] = None  # freed as soon as the layer has used it
                 with _only_active(layers, index, active):
                     last = self._decode(chunk, cache)
@@ -186,15 +179,19 @@ class ChunkedForward:
         return states
 
 
-class _ActiveLayer(nn.Module):
-    """Replaces the layer that runs, and gives it the states of the layer before it."""
+class _Replaced(nn.Module):
+    """Replaces a layer for a call of the decoder: runs it on the states of the layer before it, or skips it.
 
-    def __init__(self, layer: nn.Module, states: Tensor | None) -> None:
+    The first layer runs on the embeddings, which the decoder passes. A skipped layer returns its input.
+    """
+
+    def __init__(self, layer: nn.Module, runs: bool, states: Tensor | None = None) -> None:
         super().__init__()
-        self.__dict__["layer"], self.states = layer, states
+        self.__dict__["layer"], self.runs, self.states = layer, runs, states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the states; the first layer runs on the embeddings that the decoder passes."""
+        if not self.runs:
+            return args[0] if args else kwargs["hidden_states"]
         if self.states is not None:
             if args:
                 args = (self.states, *args[1:])
@@ -205,31 +202,17 @@ class _ActiveLayer(nn.Module):
         self.states = output[0] if isinstance(output, tuple) else output
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["layer"], name)
-
-
-class _SkippedLayer(nn.Module):
-    """Replaces a layer that does not run, and returns its input."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["layer"] = layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
-
     def __getattr__(self, name: str) -> Any:  # decoders read attributes of their layers
         return getattr(self.__dict__["layer"], name)
 
 
 @contextmanager
-def _only_active(layers: nn.ModuleList, index: int, active: _ActiveLayer) -> Iterator[None]:
+def _only_active(layers: nn.ModuleList, index: int, active: _Replaced) -> Iterator[None]:
     """Run one layer and skip the others, for a call of the decoder."""
     originals = dict(layers._modules)
     for number, (name, layer) in enumerate(originals.items()):
         assert layer is not None
-        layers._modules[name] = active if number == index else _SkippedLayer(layer)
+        layers._modules[name] = active if number == index else _Replaced(layer, False)
     try:
         yield
     finally:

@@ -12,9 +12,9 @@ import numpy as np
 
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE
+from rope_extend.evaluation.prompts import joined_fingerprint
 from rope_extend.evaluation.results import Cell as RetrievalCell
 from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
-from rope_extend.evaluation.retrieval import joined_fingerprint
 
 Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""

@@ -350,7 +350,7 @@ class EvaluationConfig(ModelConfig):
             trials = TRIALS if more or extended else 0
         prompts = Prompts()
         if trials:
-            options = PromptOptions(depths=DEPTHS, trials=int(trials))
+            options = PromptOptions(depths=depths_from(DEPTHS), trials=int(trials))
             prompts = Prompts(("passkey",), passkeys, options, optional=passkeys)
         return Wanted(
             prompts, cropped=self.cropped, protocol=self.protocol, window_settings=self.window_settings,
@@ -394,7 +394,7 @@ class PromptConfig(ModelConfig):
         """The prompts of these lengths, and those of `near` that a task need not fit."""
         if not self.tasks:
             return Prompts()
-        options = PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+        options = PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
         return Prompts(self.tasks, (*lengths, *near), options, tuple(near), self.template, self.batch_tokens)
 
 

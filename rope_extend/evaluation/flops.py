@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rope_extend.attention.bias_parts import rows_of_part
 from rope_extend.attention.causal_suffix import flash_serves, suffix_attention
-from rope_extend.attention.registry import without_cudnn
-from rope_extend.evaluation.loss_computer import LossComputer
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
 from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
 from rope_extend.models.view import layer_config, unwrap
 
@@ -49,8 +48,7 @@ def _pairs(tokens: int, window: int | None) -> float:
     return tokens * keys - keys * (keys - 1) / 2
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Floating-point operations per second of a device.
 
     Attributes:
@@ -58,13 +56,11 @@ class Rates:
         attention: of causal attention over a whole window.
         chunked: of attention of a chunk to itself and to all earlier tokens, without a mask. cuDNN, which may
             compute whole windows on a GPU, computes neither chunks nor segments with tables of their own.
-        biased: of attention with a bias that is added by a mask, for a part of the queries at a time.
     """
 
     linear: float
     attention: float
     chunked: float
-    biased: float
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -83,7 +79,7 @@ def operations_of(model: nn.Module) -> Operations:
     def products(tokens: int) -> int:
         layers.clear()
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
-        computer = LossComputer(model, META, chunk=tokens)
+        computer = LossComputer(model, META, RunOptions(chunk=tokens))
         with MetaBytes(), FlopCounterMode(display=False) as counter:
             computer.losses(ids, ids[:, 1:], 1, tokens)
         return counter.get_total_flops()
@@ -127,23 +123,15 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
             times.append(time.perf_counter() - started)
         return min(times[1:])
 
+    attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
     with torch.no_grad():
-        products = seconds(lambda: states @ matrix)
-        attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
-        whole = 4.0 * heads * head * _pairs(tokens, None) / seconds(attend)
-        chunked = biased = whole
-        # As the evaluator computes them, with the kernels that torch takes on this device.
-        if device.type == "cuda" and flash_serves(query, query, query):
-            part = 1 << tokens.bit_length() - 1  # a power of two, so that few shapes occur
-            earlier = 4 * part
-            key = torch.randn(1, heads, earlier + part, head, device=device, dtype=dtype)
-            work = 4.0 * heads * head * (part * earlier + _pairs(part, None))
-            attend = partial(suffix_attention, query[:, :, :part], key, key, head**-0.5)
-            chunked = work / seconds(attend)
-            with without_cudnn():
-                few = min(part, rows_of_part(heads, part, device))
-                seen = key[:, :, :part]
-                bias = torch.zeros(1, heads, few, part, device=device, dtype=dtype)
-                added = partial(F.scaled_dot_product_attention, query[:, :, :few], seen, seen, bias)
-                biased = 4.0 * heads * head * few * part / seconds(added)
-    return Rates(8.0 * rows * width**2 / products, whole, chunked, biased)
+        products, whole = seconds(lambda: states @ matrix), seconds(attend)
+    linear = 8.0 * rows * width**2 / products
+    attention = chunked = 4.0 * heads * head * _pairs(tokens, None) / whole
+    if device.type == "cuda" and flash_serves(query, query, query):
+        part = 1 << tokens.bit_length() - 1  # a power of two, so that few shapes occur
+        key = torch.randn(1, heads, 5 * part, head, device=device, dtype=dtype)
+        attend = partial(suffix_attention, query[:, :, :part], key, key, head**-0.5)
+        with torch.no_grad():
+            chunked = 4.0 * heads * head * (4 * part**2 + _pairs(part, None)) / seconds(attend)
+    return Rates(linear, attention, chunked)

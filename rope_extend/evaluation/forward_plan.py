@@ -6,8 +6,8 @@ operations of such a run divided by rates that are measured on the device in a f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
-from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, default_batch_tokens
 from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
@@ -151,17 +151,15 @@ def plan_forward(
     sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
     weights = weight_bytes(model, lm, load_options)
-    by_memory: dict[Any, Encoding | None] = {}
+    setups: dict[Any, Setup] = {}  # one of each kind: others need the same memory
     for encoding in encodings:
-        by_memory.setdefault(_memory_class(encoding), encoding)
-    setups: list[Setup] = [
-        nullcontext if encoding is None else partial(_patched, lm, encoding, trained_length)
-        for encoding in by_memory.values()
-    ]
-    by_layers: dict[Any, tuple[Path, Encoding]] = {}
+        setups.setdefault(_memory_class(encoding), partial(_changed, lm, encoding, None, trained_length))
     for adapter, encoding in adapters:
-        by_layers.setdefault((_memory_class(encoding), _adapter_layers(adapter)), (adapter, encoding))
-    setups += [partial(_with_adapter, lm, *adapter, trained_length) for adapter in by_layers.values()]
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(str(adapter))
+        kind = (*_memory_class(encoding), repr(config))
+        setups.setdefault(kind, partial(_changed, lm, encoding, config, trained_length))
 
     def estimate() -> ForwardPlan:
         estimator = ForwardEstimator(
@@ -169,15 +167,15 @@ def plan_forward(
             Budget.of(load_options),
             weights=weights,
             batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
-            setups=setups,
+            setups=list(setups.values()),
         )
-        used = (*by_memory.values(), *(encoding for _, encoding in by_layers.values()))
-        return _plan(estimator, sizes, chunk, {*filter(None, map(_slower_kernel, used))})
+        used = (*encodings, *(encoding for _, encoding in adapters))
+        return _plan(estimator, sizes, chunk, slower=any(map(_is_chunked, used)))
 
     return try_estimate(estimate, lm, "a forward")
 
 
-def _memory_class(encoding: Encoding | None) -> Any:
+def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
     if encoding is None:
         return False, False
@@ -186,59 +184,40 @@ def _memory_class(encoding: Encoding | None) -> Any:
     return type(encoding), encoding.depends_on_length
 
 
-def _slower_kernel(encoding: Encoding | None) -> str | None:
-    """The rate of an encoding's attention, if it is not the model's own: an attribute of `Rates`."""
-    if isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention:
-        return "chunked"  # queries of one forward have tables of their own
-    channels = isinstance(encoding, BiasEncoding) and type(encoding).slopes is not BiasEncoding.slopes
-    return "biased" if isinstance(encoding, BiasEncoding) and not channels else None
-
-
-def _adapter_layers(adapter: Path) -> str:
-    """Equal for adapters whose layers have the same shapes: their configs, without names and records."""
-    from peft import PeftConfig
-
-    config = PeftConfig.from_pretrained(str(adapter)).to_dict()
-    for name in ("auto_mapping", "base_model_name_or_path", "peft_version", "revision"):
-        config.pop(name, None)
-    names = {key: sorted(value) for key, value in config.items() if isinstance(value, set | list)}
-    return repr(sorted({**config, **names}.items()))
+def _is_chunked(encoding: Encoding | None) -> bool:
+    """Whether attention is computed as that of chunks: queries have tables of their own, or a bias a mask."""
+    if isinstance(encoding, BiasEncoding):
+        return type(encoding).slopes is BiasEncoding.slopes
+    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
 
 
 @contextmanager
-def _patched(empty: Any, encoding: Encoding, trained_length: int | None) -> Iterator[None]:
-    """Patch an encoding into a model without weights."""
-    with quiet_patching(), patch_model(empty, encoding, trained_length=trained_length):
+def _changed(
+    empty: Any, encoding: Encoding | None, adapter: Any, trained_length: int | None
+) -> Iterator[None]:
+    """Put an encoding, and the layers of an adapter's config, into a model without weights."""
+    with ExitStack() as stack:
+        stack.enter_context(quiet_patching())
+        if encoding is not None:
+            stack.enter_context(patch_model(empty, encoding, trained_length=trained_length))
+        if adapter is not None:
+            from peft import get_peft_model
+
+            tuned = get_peft_model(empty, adapter, autocast_adapter_dtype=False)  # see `cast_adapter`
+            stack.callback(remove_adapter, tuned)
         yield
 
 
-@contextmanager
-def _with_adapter(
-    empty: Any, adapter: Path, encoding: Encoding, trained_length: int | None
-) -> Iterator[None]:
-    """Put an adapter and its encoding into a model without weights; its layers have states of their own."""
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(str(adapter))
-    with _patched(empty, encoding, trained_length):
-        tuned = get_peft_model(empty, config, autocast_adapter_dtype=False)  # see `cast_adapter`
-        try:
-            yield
-        finally:
-            remove_adapter(tuned)
-
-
 def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, slower: Set[str] = frozenset()
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, slower: bool = False
 ) -> ForwardPlan:
-    """The plan, with the rates of the slower kernels that encodings need."""
+    """The plan; `slower` if attention over whole windows is not faster than that of chunks."""
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.budget.device)
     windows = []
     for tokens in lengths:
         window = estimator.estimate(tokens, chunk)
-        rate = rates.attention if window.chunk_size >= tokens else rates.chunked
-        rate = min(rate, *(getattr(rates, name) for name in slower)) if slower else rate
+        rate = rates.chunked if slower or window.chunk_size < tokens else rates.attention
         seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rate
         windows.append(replace(window, flops=operations.of(tokens), seconds=seconds))
     longest_fit = None
@@ -308,13 +287,8 @@ class ForwardEstimator:
             shortened = _ShortenedForward(self.model, META)
             if number in self._strategies:
                 shortened.strategy = self._strategies[number]
-            computer = LossComputer(
-                self.model,
-                META,
-                suggested_chunk=size,
-                chunk_bytes=default_chunk_bytes(device),
-                chunked=shortened,
-            )
+            options = RunOptions(suggested_chunk=size, chunk_bytes=default_chunk_bytes(device))
+            computer = LossComputer(self.model, META, options, shortened)
             with MetaBytes(), torch.no_grad():
                 chunks = size < tokens and computer.can_chunk(tokens, size)
                 strategy = shortened.strategy if chunks else IN_ONE_PASS
@@ -363,9 +337,6 @@ class _ShortenedForward(ChunkedForward):
         for layer in {id(layer): layer for layer in cache.layers}.values():
             if getattr(layer, "is_initialized", False) and hasattr(layer, "keys"):
                 _advance(layer, chunk.shape[1])
-        if hasattr(cache, "rope_extend_positions"):
-            positions = cache.rope_extend_positions
-            cache.rope_extend_positions = torch.arange(positions.shape[1] + chunk.shape[1])[None]
         return states
 
 

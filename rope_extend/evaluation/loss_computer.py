@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from rope_extend.evaluation.results import Losses
 from rope_extend.loss import causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.view import length_groups
+from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
 
@@ -31,39 +33,57 @@ def default_batch_tokens(device: torch.device) -> int:
     return 4096 if device.type == "cpu" else 32_768
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how a measurement runs. The result does not depend on it, except for rounding.
+
+    Attributes:
+        device: device to run on; the model is moved back afterwards. The model's own device by default.
+        chunk: tokens of a window that are processed at a time, such as 4096 or `"4k"`. Then activations do
+            not grow with the window. Only hidden states and the keys and values of one layer do, or those of
+            all layers for families whose layers cannot run one by one. Default: automatic above 131,072
+            tokens, if attention would need a mask of the whole window, or if memory runs out.
+        suggested_chunk: as `chunk`, but models and encodings that cannot do it process windows whole.
+        chunk_bytes: bytes of float32 logits that are computed at a time; by default 256 MiB, and 64 MiB on a
+            CPU.
+        batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
+        bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
+    """
+
+    device: torch.device | str | None = None
+    chunk: int | str | None = None
+    suggested_chunk: int | None = None
+    chunk_bytes: int | None = None
+    batch_tokens: int | None = None
+    bar: Any = None
+
+
 class LossComputer:
     """Runs a model on windows, in chunks that fit into memory.
 
     Args:
         model: a causal language model, with or without PEFT.
         device: where the token ids go.
-        chunk: tokens of a window that are processed at a time. It is an error if the model cannot do it.
-        suggested_chunk: as `chunk`, but a model that cannot do it processes windows whole.
-        chunk_bytes: bytes of float32 logits that are computed at a time.
-        batch_tokens: tokens in a batch of short windows.
+        options: how it runs; `document` needs a bar.
         chunked: the forward of the decoder; by default a `ChunkedForward` of the model.
-        bar: progress bar that counts tokens.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         device: torch.device,
-        *,
-        chunk: int | None = None,
-        suggested_chunk: int | None = None,
-        chunk_bytes: int | None = None,
-        batch_tokens: int | None = None,
+        options: RunOptions | None = None,
         chunked: ChunkedForward | None = None,
-        bar: Any = None,
     ) -> None:
-        self.model, self.device, self.bar = model, device, bar
+        options = options or RunOptions()
+        self.model, self.device, self.bar = model, device, options.bar
         head = causal_lm(model).get_output_embeddings()
         self.vocabulary: int = getattr(head, "out_features", head.weight.shape[0])
         self.chunked = chunked or ChunkedForward(model, device)
-        self.chunk_bytes = chunk_bytes or default_chunk_bytes(device)
-        self.chunk, self.chunk_required = chunk or suggested_chunk, chunk is not None
-        self.batch_tokens = batch_tokens or default_batch_tokens(device)
+        self.chunk_bytes = options.chunk_bytes or default_chunk_bytes(device)
+        self.chunk_required = options.chunk is not None
+        self.chunk = options.suggested_chunk if options.chunk is None else parse_length(options.chunk)
+        self.batch_tokens = options.batch_tokens or default_batch_tokens(device)
         self.retries = 0
         self._chunkable: dict[tuple[int, int], bool] = {}
 

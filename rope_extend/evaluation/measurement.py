@@ -33,13 +33,12 @@ from rope_extend.evaluation.cells import (
 )
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
-from rope_extend.evaluation.prompts import Prompt, Task
+from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
-from rope_extend.evaluation.retrieval import make_prompts, prompts_fingerprint, visible_tokens
 from rope_extend.evaluation.samples import NEW_TOKENS
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.budget import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import processes
@@ -173,15 +172,12 @@ class Measurement:
         for task in tasks:
             for length in wanted.lengths:
                 try:
-                    prompts = make_prompts(
-                        [task], self.tokenizer, [length], options=wanted.options, progress=False
-                    )
+                    prompts = make_prompts(task, self.tokenizer, length, wanted.options)
                 except RopeExtendError as error:
                     if length not in wanted.optional:
                         raise
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                prompts.sort(key=lambda prompt: prompt.trial)  # stable: keeps depths
                 size = max(1, wanted.batch_tokens // prompts[0].tokens)
                 self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
@@ -269,7 +265,7 @@ class Measurement:
             for number, batch in enumerate(self.batches):
                 first = batch[0]
                 if self._answers(row, first.length):
-                    tokens = [visible_tokens(prompt, row.crop) for prompt in batch]
+                    tokens = [prompt.visible(row.crop) for prompt in batch]
                     identity = {
                         **shared, "task": tasks[first.task], "chat": first.chat, "length": first.length,
                         "prompts": prompts_fingerprint(batch),
@@ -323,7 +319,7 @@ class Measurement:
                 sample = Planned(LAST, row.label, SAMPLE, self._seconds(self.lengths[-1]))
                 planned += [sample] * min(wanted.samples, count)
             for length in (length for length in prompts.lengths if self._answers(row, length)):
-                seconds = self._seconds(length) * len(prompts.options.depth_list)
+                seconds = self._seconds(length) * len(prompts.options.depths)
                 for trial in range(prompts.options.trials):
                     planned += [Planned(trial, row.label, RETRIEVAL, seconds)] * len(prompts.tasks)
         return sorted(planned, key=lambda each: each.round)

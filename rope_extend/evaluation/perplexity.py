@@ -6,13 +6,13 @@ length gives the perplexity at every shorter one too, exactly, from the first of
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.document_arguments import DocumentLike, documents_from
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, peak_memory_bytes
 from rope_extend.evaluation.protocols import (
     Protocol,
     Settings,
@@ -33,43 +33,11 @@ from rope_extend.evaluation.protocols import (
 )
 from rope_extend.evaluation.results import Losses, PerplexityResult
 from rope_extend.loss import causal_lm
-from rope_extend.models.processes import processes
 from rope_extend.models.view import length_groups
 from rope_extend.progress import progress_bar
-from rope_extend.units import format_length, parse_length
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
-
-Passes = list[list[Window]]
-"""The windows of a document in each pass."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Where and how a measurement runs. The result does not depend on it, except for rounding.
-
-    Attributes:
-        device: device to run on; the model is moved back afterwards. The model's own device by default.
-        chunk: tokens of a window that are processed at a time, such as 4096 or `"4k"`. Then activations do
-            not grow with the window. Only hidden states and the keys and values of one layer do, or those of
-            all layers for families whose layers cannot run one by one. Default: automatic above 131,072
-            tokens, if attention would need a mask of the whole window, or if memory runs out.
-        suggested_chunk: as `chunk`, but models and encodings that cannot do it process windows whole.
-        chunk_bytes: bytes of float32 logits that are computed at a time; by default 256 MiB, and 64 MiB on a
-            CPU.
-        batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
-        bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
-        share: under `torchrun` or `accelerate launch`, each process measures its share of the documents. All
-            processes must make the call, and all get the same result, that of a single process.
-    """
-
-    device: torch.device | str | None = None
-    chunk: int | str | None = None
-    suggested_chunk: int | None = None
-    chunk_bytes: int | None = None
-    batch_tokens: int | None = None
-    bar: Any = None
-    share: bool = False
 
 
 def perplexity(
@@ -89,21 +57,10 @@ def perplexity(
     Every length is measured on the same documents: those with at least `max(lengths)` tokens. If shorter
     documents counted at some of the lengths, the curve would compare different texts.
 
-    Protocols, where N is each of the lengths; docs/protocols.md says more:
-        `prefix`: the first N tokens of a document, in one forward; equals truncation to N. An encoding whose
-        tables depend on the length gets one forward for each group of lengths with equal tables.
-
-        `cropped`: the same targets, but the model sees `window` tokens at a time, in windows that start
-        `window // 2` apart. Each target is scored once, in the first window that contains it. So after the
-        first window it has between `window // 2` and `window − 1` tokens of context. This is the control
-        "the same text without a longer context".
-
-        `sliding`: whole documents in windows of N, `stride` apart; each scores the targets that no earlier
-        window scored.
-
-        `sliding-window-mean`: the same windows; the mean of their means. `all-overlapping`: all targets of
-        each window, over all documents joined. `last-k`: the `last` targets of each document. `disjoint`:
-        windows that follow each other; `disjoint-second-half`: the second half of each.
+    `prefix` measures the first N tokens of a document, for each length N, in one forward; an encoding whose
+    tables depend on the length gets one forward for each group of lengths with equal tables. `cropped` is its
+    control: the same targets, but the model sees `window` tokens at a time, in windows that start
+    `window // 2` apart. The others are those of published programs: docs/protocols.md, `PROTOCOLS`.
 
     Args:
         model: a causal language model, patched or not, with or without PEFT; it is unchanged afterwards.
@@ -131,52 +88,36 @@ def perplexity(
     sizes = window_lengths(lengths)
     rule = protocol_named(protocol)
     tokens = rule.check_settings(settings, sizes)
-    chunk = None if options.chunk is None else parse_length(options.chunk)
     candidates = documents_from(documents, tokenizer)
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
     _check_vocabulary(texts, lm)
     groups = _length_groups(rule, model, sizes)
-    passes = [_passes(rule, text, groups, tokens) for text in texts]
+    passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
+    forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
     tallies = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    bar = options.bar
-    if bar is None:
-        bar = progress_bar(logger, shown=progress, unit="tok", unit_scale=True, desc="perplexity")
-    closing = bar if options.bar is None else nullcontext()
-    # Not inference_mode: tensors that a model caches in it cannot be used in training later.
-    with evaluation_mode(model, options.device) as device, torch.no_grad(), closing:
-        computer = LossComputer(
-            model,
-            device,
-            chunk=chunk,
-            suggested_chunk=options.suggested_chunk,
-            chunk_bytes=options.chunk_bytes,
-            batch_tokens=options.batch_tokens,
-            bar=bar,
-        )
-        group_of_processes = processes(device) if options.share else None
-        rank, count = 0, 1
-        if group_of_processes:
-            rank, count = group_of_processes.process_index, group_of_processes.num_processes
+    bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
+    with ExitStack() as stack:
         if options.bar is None:
-            bar.reset(total=_tokens(passes[rank::count]))
-        bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
-        measured = _measure(computer, texts, passes, range(rank, len(texts), count), bos)
-
-        seconds = [0.0] * count
-        for number, losses, duration in _gathered(measured) if group_of_processes else measured:
-            seconds[number % count] += duration
-            for group, tally, windows, values in zip(groups, tallies, passes[number], losses, strict=True):
-                tally.add(windows, values)
+            bar = progress_bar(
+                logger, shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
+            )
+            options = replace(options, bar=stack.enter_context(bar))
+        device = stack.enter_context(evaluation_mode(model, options.device))
+        # Not inference_mode: tensors that a model caches in it cannot be used in training later.
+        stack.enter_context(torch.no_grad())
+        computer = LossComputer(model, device, options)
+        started = time.perf_counter()
+        for text, windows in zip(texts, passes, strict=True):
+            first = bos if bos is not None and int(text.input_ids[0]) == bos else None
+            losses = computer.document(text.name, text.input_ids, windows, first)
+            for tally, of_pass, values in zip(tallies, windows, losses, strict=True):
+                tally.add(of_pass, values)
                 if save_losses:
-                    kept[group[-1]].append(values)
-        peak = peak_memory_bytes(device)
-        if group_of_processes:
-            from accelerate.utils import gather_object
-
-            peak = max(gather_object([peak]))
+                    kept[tally.lengths[-1]].append(values)
+        seconds, peak = time.perf_counter() - started, peak_memory_bytes(device)
 
     longest = tallies[-1] if not rule.nested else max(tallies, key=lambda tally: tally.lengths[-1])
     nll_by_position = longest.means()
@@ -191,8 +132,8 @@ def perplexity(
         dropped_documents=0 if rule.joined else len(candidates) - len(texts),
         data=fingerprint(texts),
         passes=len(groups),
-        forward_tokens=_tokens(passes),
-        seconds=max(seconds),
+        forward_tokens=forward_tokens,
+        seconds=seconds,
         peak_memory_bytes=peak,
         stride=tokens.get("stride"),
         last=tokens.get("last"),
@@ -211,52 +152,15 @@ def _length_groups(rule: Protocol, model: torch.nn.Module, sizes: list[int]) -> 
     return [sizes] if rule.settings else length_groups(model, sizes)
 
 
-def _passes(rule: Protocol, text: Document, groups: Sequence[Sequence[int]], settings: Settings) -> Passes:
-    """The windows of a text in each pass."""
-    passes = [rule.layout(len(text), group[-1], settings) for group in groups]
-    if not all(passes):
+def _windows(rule: Protocol, text: Document, length: int, settings: Settings) -> list[Window]:
+    """The windows of a text in a pass."""
+    windows = rule.layout(len(text), length, settings)
+    if not windows:
         raise RopeExtendError(
-            f"protocol {rule.name!r} has no window of {groups[-1][-1]:,} tokens in {len(text):,}; use more "
-            "text or shorter lengths"
+            f"protocol {rule.name!r} has no window of {length:,} tokens in {len(text):,}; use more text or "
+            "shorter lengths"
         )
-    return passes
-
-
-def _tokens(passes: Iterable[Passes]) -> int:
-    """Number of tokens that the model processes for some documents."""
-    return sum(window.tokens for windows in itertools.chain(*passes) for window in windows)
-
-
-class _DocumentLosses(NamedTuple):
-    """A document's number, its losses by pass, and the seconds they took."""
-
-    number: int
-    losses: list[Losses]
-    seconds: float
-
-
-def _measure(
-    computer: LossComputer,
-    texts: Sequence[Document],
-    passes: Sequence[Passes],
-    numbers: Iterable[int],
-    bos: int | None,
-) -> Iterator[_DocumentLosses]:
-    """Losses of the documents with these numbers."""
-    for number in numbers:
-        started = time.perf_counter()
-        ids = texts[number].input_ids
-        first = bos if bos is not None and int(ids[0]) == bos else None
-        losses = computer.document(texts[number].name, ids, passes[number], first)
-        yield _DocumentLosses(number, losses, time.perf_counter() - started)
-
-
-def _gathered(measured: Iterator[_DocumentLosses]) -> list[_DocumentLosses]:
-    """The losses of all processes, in the order of the documents."""
-    from accelerate.utils import gather_object
-
-    gathered: list[_DocumentLosses] = gather_object(list(measured))
-    return sorted(gathered, key=lambda losses: losses.number)
+    return windows
 
 
 class _Tally:
@@ -312,24 +216,20 @@ def _texts(rule: Protocol, documents: Sequence[Document], length: int) -> list[D
         raise RopeExtendError("no documents to measure perplexity on; give at least one")
     if rule.joined:
         return [Document("all documents", torch.cat([document.input_ids for document in documents]))]
-    texts = _long_enough(documents, length + rule.extra_tokens)
-    return [Document(text.name, text.input_ids[:length]) for text in texts] if rule.nested else texts
-
-
-def _long_enough(documents: Sequence[Document], length: int) -> list[Document]:
-    selected = [document for document in documents if len(document) >= length]
-    if not selected:
+    least = length + rule.extra_tokens
+    texts = [document for document in documents if len(document) >= least]
+    if not texts:
         longest = max(documents, key=len)
         raise RopeExtendError(
-            f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
+            f"none of {len(documents)} documents has {least:,} tokens: the longest, {longest.name!r}, has "
             f"{len(longest):,}. Use lengths up to {len(longest):,}, or longer texts"
         )
-    if len(selected) < len(documents):
+    if len(texts) < len(documents):
         logger.info(
             "%d of %d documents are shorter than %s tokens and are left out at every length",
-            len(documents) - len(selected), len(documents), format_length(length),
+            len(documents) - len(texts), len(documents), format_length(least),
         )  # fmt: skip
-    return selected
+    return [Document(text.name, text.input_ids[:length]) for text in texts] if rule.nested else texts
 
 
 def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:

@@ -6,9 +6,10 @@ All random choices follow from a seed, so every method gets the same prompts on 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -43,40 +44,25 @@ class PromptOptions:
     """How the prompts of a retrieval measurement are written.
 
     Attributes:
-        depths: number of depths, evenly spread from 0 to 1, or a list of depths. Always a tuple once made.
+        depths: depths of the needles, ascending.
         trials: prompts at each depth.
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
-
-    Raises:
-        RopeExtendError: a value out of range.
     """
 
-    depths: int | Sequence[float] = 5
+    depths: tuple[float, ...] = depths_from(5)
     trials: int = 10
     seed: int = 0
     chat: str = "auto"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depths", depths_from(self.depths))
-        if self.trials < 1:
-            raise RopeExtendError(f"trials must be at least 1, got {self.trials}")
-        if self.chat not in CHAT:
-            raise RopeExtendError(f"chat must be one of {', '.join(CHAT)}, got {self.chat!r}")
-
-    @property
-    def depth_list(self) -> list[float]:
-        """The depths, ascending."""
-        return list(depths_from(self.depths))
-
-    def trials_of(self, task: Task | type[Task]) -> list[tuple[float | None, int]]:
-        """The depth and number of each trial at a length.
+    def trials_of(self, task: Task) -> list[tuple[float | None, int]]:
+        """The depth and number of each trial at a length, the first trial of all depths first.
 
         A task without a depth gets as many trials as other tasks get at all depths together.
         """
         if task.has_depth:
-            return [(depth, trial) for depth in self.depth_list for trial in range(self.trials)]
-        return [(None, trial) for trial in range(self.trials * len(self.depth_list))]
+            return [(depth, trial) for trial in range(self.trials) for depth in self.depths]
+        return [(None, trial) for trial in range(self.trials * len(self.depths))]
 
 
 @dataclass(frozen=True)
@@ -135,9 +121,27 @@ class Prompt:
     distance: int | None
     chat: bool
 
+    def visible(self, crop: int | None) -> int:
+        """Tokens that a model sees; the tokens reserved for the answer count in `crop`."""
+        return self.tokens if crop is None else min(self.tokens, crop - (self.length - self.tokens))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
         return {**asdict(self), "answers": list(self.answers)}
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Sixteen hex digits that identify these prompts and their expected answers, in this order."""
+    return joined_fingerprint(
+        hashlib.sha256(json.dumps([each.text, each.answers, each.tokens]).encode()).hexdigest()[:16]
+        for each in prompts
+    )
+
+
+def joined_fingerprint(fingerprints: Iterable[str]) -> str:
+    """Sixteen hex digits for several fingerprints in this order; a single one stays as it is."""
+    several = list(fingerprints)
+    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -154,12 +158,6 @@ class Task(ABC):
     paper: ClassVar[str]
     has_depth: ClassVar[bool] = True
     """Whether the prompt has a needle at a depth."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, int) and value < 1:
-                raise RopeExtendError(f"{self.name}: {item.name} must be at least 1, got {value}")
 
     @abstractmethod
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
@@ -187,10 +185,8 @@ def uses_chat(tokenizer: Any, chat: str = "auto") -> bool:
     """Whether prompts use the tokenizer's chat template: `auto` uses it if it exists.
 
     Raises:
-        RopeExtendError: `on` without a template, or another value.
+        RopeExtendError: `on` without a template.
     """
-    if chat not in CHAT:
-        raise RopeExtendError(f"chat must be one of {', '.join(CHAT)}, got {chat!r}")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat == "on" and not has_template:
         raise RopeExtendError("chat is on, but the tokenizer has no chat template; use auto or off")
@@ -211,6 +207,21 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
     if len(ids) > tokens and ids[0] == bos:
         return [ids[0], *ids[len(ids) - tokens + 1 :]]
     return ids[-tokens:]
+
+
+def make_prompts(
+    task: Task, tokenizer: Any, length: int, options: PromptOptions | None = None
+) -> list[Prompt]:
+    """All prompts of a task at a length, the first trial of all depths first.
+
+    Raises:
+        RopeExtendError: the task does not fit the length.
+    """
+    options = options or PromptOptions()
+    return [
+        make_prompt(task, tokenizer, length, depth, trial, seed=options.seed, chat=options.chat)
+        for depth, trial in options.trials_of(task)
+    ]
 
 
 def make_prompt(

@@ -244,6 +244,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             _cropped,
             {"window": None},
             nested=True,
+            bos=True,  # models do worse without it, and a control must not be handicapped
         ),
         Protocol(
             "sliding",

@@ -5,34 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.answering import answer_batch
 from rope_extend.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
     SAMPLE,
     Cell,
     CellStore,
-    Row,
     check_resumed,
     remove_cells,
 )
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.collecting import collect, perplexity_values
 from rope_extend.evaluation.identity import model_identity
+from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.output_directory import check_measurement
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.retrieval import answer_batch, prompts_fingerprint
 from rope_extend.evaluation.samples import continuation
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import is_out_of_memory
@@ -165,12 +164,13 @@ def _measure_all(
                 break
             if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
                 stack.close()
-                candidate = stack.enter_context(_under(measurement.candidates, lm, cell.row))
+                prepared = measurement.candidates.prepared(lm, cell.row.method, cell.row.adapter)
+                model = stack.enter_context(prepared)
             row = cell.row
             started, used = time.perf_counter(), time.process_time()
             values = None
             with _optional(measurement, cell):
-                values = _measure(measurement, candidate, cell, bar)
+                values = _measure(measurement, model, cell, bar)
             if values is None:
                 continue
             seconds = time.perf_counter() - started
@@ -193,9 +193,9 @@ def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
         logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
 
 
-def _measure(measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any) -> dict[str, Any]:
+def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:
     """The values of a cell."""
-    about, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
+    about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
         name = "all documents"
         if not measurement.rule.joined:
@@ -209,11 +209,7 @@ def _measure(measurement: Measurement, candidate: Candidate, cell: Cell, bar: An
         batch = measurement.batches[cell.number]
         task = measurement.tasks[batch[0].task]
         trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
-        lines = [
-            {**asdict(trial), "prompt": prompts_fingerprint([prompt])}
-            for trial, prompt in zip(trials, batch, strict=True)
-        ]
-        found = {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+        found = {"trials": trials, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
     bar.update(cell.tokens)
     return {**about, "crop": cell.row.crop, **found}
 
@@ -265,10 +261,3 @@ def _said(cell: Cell, values: dict[str, Any]) -> str:
     length, ppl = max(values["result"]["ppl"].items(), key=lambda pair: int(pair[0]))
     shown = "not finite" if ppl is None else f"{ppl:.2f}"
     return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"
-
-
-def _under(candidates: Candidates, lm: Any, row: Row) -> AbstractContextManager[Candidate]:
-    """The model under the method or with the adapter of a row."""
-    if row.method is not None:
-        return candidates.untrained(lm, row.method)
-    return candidates.tuned(lm, str(row.adapter))

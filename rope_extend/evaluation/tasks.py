@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rope_extend.data.bundled import MODEL_DIR, passkey_document
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Draft, Task
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -53,13 +52,6 @@ class Passkey(Task):
 
     name: ClassVar[str] = "passkey"
     paper: ClassVar[str] = "2305.16300, 2306.15595"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.template not in TEMPLATES:
-            raise RopeExtendError(
-                f"passkey: template must be one of {', '.join(TEMPLATES)}, got {self.template!r}"
-            )
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The prompt of figure 3 in 2306.15595, or that of `passkey_document`."""
@@ -117,11 +109,6 @@ class Needle(Task):
 
     name: ClassVar[str] = "needle"
     paper: ClassVar[str] = "2404.06654"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keys > len(_ADJECTIVES):
-            raise RopeExtendError(f"{self.name}: keys must be at most {len(_ADJECTIVES)}, got {self.keys}")
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The first number of the word in question at `depth`, all other numbers at random depths."""
@@ -300,15 +287,7 @@ TASKS: dict[str, type[Task]] = {
 def make_tasks(
     names: Sequence[str], *, haystack: Sequence[str] = (), template: str = "published"
 ) -> list[Task]:
-    """Make tasks from their names, each once; `haystack` goes to the tasks that have one.
-
-    Raises:
-        RopeExtendError: no such task or template.
-    """
-    unknown = [name for name in names if name not in TASKS]
-    if unknown or not names:
-        problem = f"unknown retrieval task {', '.join(unknown)}" if unknown else "no retrieval task given"
-        raise RopeExtendError(f"{problem}; known: {', '.join(TASKS)}")
+    """Make tasks from their names, each once; `haystack` goes to the tasks that have one."""
     texts = tuple(text for text in haystack if text.strip())
     options: dict[str, Any] = {"haystack": texts, "template": template}
     return [

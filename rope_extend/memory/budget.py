@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from rope_extend.memory.segments import segments_are_fixed
 from rope_extend.models.load_options import LoadOptions, is_quantized
 from rope_extend.models.view import unwrap
 
@@ -19,6 +19,35 @@ MARGIN, FRAGMENTED_MARGIN = 0.95, 0.9
 The second is for a GPU whose segments cannot grow: memory between large tensors is then lost. It was chosen,
 not measured.
 """
+
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The variables with the settings of CUDA's allocator. If both are set, torch 2.13 reads only the first."""
+_GROW = "expandable_segments:True"
+
+
+def expand_segments() -> None:
+    """Let the CUDA allocator grow its segments, which reduces fragmentation, unless the user set that.
+
+    Has an effect only if CUDA is not yet initialized in this process.
+    """
+    if not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
+        return
+    name = _allocator_variable()
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name, ""), _GROW)))
+
+
+def _allocator_variable() -> str:
+    """The variable that torch reads."""
+    return next((name for name in _ALLOCATOR if name in os.environ), _ALLOCATOR[0])
+
+
+def segments_are_fixed() -> bool:
+    """Whether CUDA is in use with segments that cannot grow, so that large tensors leave gaps."""
+    settings = "".join(os.environ.get(_allocator_variable(), "").split())  # torch ignores spaces
+    return torch.cuda.is_initialized() and _GROW not in settings  # type: ignore[no-untyped-call]
 
 
 def usable_share(device: torch.device) -> float:
@@ -89,17 +118,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that a container's limit leaves, which the numbers of the system do not show."""
-    for limit, used, statistics, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):  # fmt: skip
-        try:
-            left = int((root / limit).read_text()) - int((root / used).read_text())
-            counts = dict(line.split() for line in (root / statistics).read_text().splitlines())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        return max(0, left + int(counts.get(cached, 0)))  # the page cache is dropped when memory is short
-    return sys.maxsize
+    try:
+        left = int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+        counts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or "max"
+        return sys.maxsize
+    return max(0, left + int(counts.get("inactive_file", 0)))  # the page cache is dropped if memory is short

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rope_extend.data.bundled import random_digits
 from rope_extend.data.documents import Document, fingerprint
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.loss_computer import LossComputer
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
-from rope_extend.evaluation.tasks import template_for
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
+from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.prompts import Task, encode, make_prompt
+from rope_extend.evaluation.tasks import Needle, Passkey, template_for
 from rope_extend.journal import Identity
 
 NEEDLE = "needle"
 """The part of the fitness that is the loss of a needle's answer; the other parts are lengths."""
-
-_DIGITS = {"published": 7, "demo": 5}
-_NEEDLES = {
-    "published": (
-        "\nOne of the special magic numbers for wandering-age is: {}.\n",
-        "\nWhat is the special magic number for wandering-age mentioned in the provided text? "
-        "The special magic number for wandering-age mentioned in the provided text is: {}",
-    ),
-    "demo": ("\n# Remember the pass key.\nPASS_KEY = {}\n", "\n# What is the pass key?\nPASS_KEY = {}"),
-}
-"""The needle and the question of each template; `{}` is the number. The first is LongRoPE2's (2502.20082)."""
 
 
 class Loss(NamedTuple):
@@ -45,58 +31,11 @@ Losses = Mapping[str, Loss]
 """The losses of a document, by part of the fitness: a length as text, or `needle`."""
 
 
-@dataclass(frozen=True)
-class NeedleWindow:
-    """A document with a needle near its start, and the question at its end.
-
-    Attributes:
-        input_ids: int64 `[target length]`; its last tokens are the answer.
-        answer: the number of tokens of the answer.
-        needle: where the answer's tokens stand in the needle.
-    """
+class NeedleWindow(NamedTuple):
+    """Tokens `[T]` of a document with a needle, a question at its end, and `answer` tokens of its answer."""
 
     input_ids: Tensor
     answer: int
-    needle: slice
-
-
-def needle_window(
-    ids: Tensor, tokenizer: Any, length: int, depth: float, rng: random.Random, template: str
-) -> NeedleWindow:
-    """Hide a number in a document, and ask for it at the end.
-
-    The needle and the question are tokenised in parts. So the answer has the same tokens in both.
-
-    Args:
-        ids: the document, int64 `[T]`, at least `length` tokens.
-        tokenizer: the model's tokenizer.
-        length: tokens of the window.
-        depth: where the needle stands: 0 at the start of the document, 1 before the question.
-        rng: source of the number.
-        template: `published` or `demo`.
-
-    Raises:
-        RopeExtendError: the window is too short for needle and question.
-    """
-
-    def encoded(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    needle, question = (text.split("{}") for text in _NEEDLES[template])
-    answer = encoded(random_digits(rng, _DIGITS[template]))
-    hidden = [encoded(needle[0]), answer, encoded(needle[1])]
-    asked = [*encoded(question[0]), *answer]
-    room = length - sum(map(len, hidden)) - len(asked)
-    if room < 1:
-        raise RopeExtendError(
-            f"a needle and its question take {length - room} tokens, and the window has {length}; use a "
-            "longer target_length, or needle_weight=0"
-        )
-    at = max(1, round(depth * room))  # not before the first token, which may be BOS
-    head, tail = ids[:at].tolist(), ids[at:room].tolist()
-    start = at + len(hidden[0])
-    values = torch.tensor([*head, *hidden[0], *answer, *hidden[2], *tail, *asked])
-    return NeedleWindow(values, len(answer), slice(start, start + len(answer)))
 
 
 class Fitness:
@@ -164,7 +103,7 @@ class Fitness:
     def _answer(self, model: nn.Module, window: NeedleWindow) -> Loss:
         """The losses of the tokens of a needle's answer; the head runs on these positions only."""
         with evaluation_mode(model) as device, torch.no_grad():
-            computer = LossComputer(model, device, suggested_chunk=self.chunk)
+            computer = LossComputer(model, device, RunOptions(suggested_chunk=self.chunk))
             ids = window.input_ids[None].to(device)
             first = ids.shape[1] - window.answer
             losses = computer.losses(ids, ids[:, first:], first, ids.shape[1])
@@ -180,27 +119,27 @@ def needle_windows(
     seed: int,
     model: str,
 ) -> list[NeedleWindow]:
-    """A window with a needle for each document; the depths are used in turn.
+    """A prompt with a needle in each document, and the answer; LongRoPE2's needle is RULER's (2502.20082).
 
     Args:
         documents: the documents, each of at least `length` tokens.
         tokenizer: the model's tokenizer.
-        length: tokens of each window.
-        depths: depths of the needles, 0 … 1.
+        length: the most tokens of a window.
+        depths: depths of the needles, 0 … 1, used in turn.
         seed: seed of the numbers.
-        model: name of the model, which sets the form of the needle.
+        model: name of the model; the bundled one gets the passkeys that it was trained on, without documents.
 
     Raises:
-        RopeExtendError: as `needle_window`.
+        RopeExtendError: the length is too short for needle and question.
     """
-    return [
-        needle_window(
-            document.input_ids,
-            tokenizer,
-            length,
-            depths[number % len(depths)],
-            random.Random(f"{seed}|{number}"),
-            template_for(model),
-        )
-        for number, document in enumerate(documents)
-    ]
+    windows = []
+    for number, document in enumerate(documents):
+        task: Task = Passkey(template="demo")
+        if template_for(model) == "published":
+            task = Needle(haystack=(tokenizer.decode(document.input_ids, skip_special_tokens=True),))
+        depth = depths[number % len(depths)]
+        prompt = make_prompt(task, tokenizer, length, depth, number, seed=seed, chat="off")
+        asked = prompt.text.rstrip() + ":" * isinstance(task, Needle)  # as in the needle: "is: 1234567"
+        ids = encode(tokenizer, f"{asked} {prompt.answers[0]}", False)
+        windows.append(NeedleWindow(torch.tensor(ids), len(ids) - len(encode(tokenizer, asked, False))))
+    return windows

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from rope_extend.data.documents import Document, load_documents
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.forward_plan import plan_forward
+from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import Identity
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.budget import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
 from rope_extend.models.loading import pretrained
@@ -43,10 +43,9 @@ from rope_extend.searching.search_config import (
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
-from rope_extend.searching.search_plan import SearchPlan
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import STEP, Space, Table
-from rope_extend.units import format_length
+from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +128,37 @@ def search(
         if output is not None:
             result.write(output)
     return result
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The estimated cost of a search.
+
+    Attributes:
+        strategy: name of the strategy.
+        passes: the largest number of forward passes, with those over held-out documents.
+        forward_tokens: tokens of these passes.
+        forward: the memory and time of one pass; None for a family that cannot be estimated.
+    """
+
+    strategy: str
+    passes: int
+    forward_tokens: int
+    forward: ForwardPlan | None
+
+    def check(self) -> None:
+        """Refuse a search whose passes do not fit into memory."""
+        if self.forward is not None:
+            self.forward.check()
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.strategy}: at most {self.passes:,} forward passes, {self.forward_tokens:,} forward tokens"
+        )
+        if self.forward is None:
+            return text
+        seconds = self.passes * self.forward.longest.seconds
+        return f"{text}, about {format_duration(seconds)}\n{self.forward}"
 
 
 def plan_search(config: SearchConfig) -> SearchPlan:

@@ -12,8 +12,9 @@ from typing import Any
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
 from rope_extend.evaluation.statistics import Difference, or_none
 from rope_extend.files import replacing_files, write_json, write_text
-from rope_extend.method_names import CURRENT, ENCODING_FILE
-from rope_extend.searching.search_config import ORIGINAL, SHORT_TEXTS, SearchConfig
+from rope_extend.method_names import ENCODING_FILE
+from rope_extend.report.tables import interval, markdown_table
+from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import Cost
 from rope_extend.searching.space import Table
 from rope_extend.units import format_duration, format_length
@@ -106,107 +107,38 @@ class SearchResult:
 
     def table_text(self) -> str:
         """The rows as a Markdown table."""
-        lines = [
-            "| table | loss, nats | minus the winner's (95 %) | attention factor | divisors |",
-            "|---|---|---|---|---|",
-        ]
+        lines = [["table", "loss, nats", "minus the winner's (95 %)", "attention factor", "divisors"]]
         for row in self.rows:
-            difference = row.difference
-            if row is self.winner:
-                change = "the winner"
-            else:
-                change = f"{difference.nats:+.4f}"
-                if difference.low is not None:
-                    change += f" ({difference.low:+.4f} … {difference.high:+.4f})"
-            divisors = row.table.divisors
-            lines.append(
-                f"| {row.label} | {row.score:.4f} | {change} | {row.table.attention_factor:g} | "
-                f"{divisors[0]:g} … {divisors[-1]:g} |"
-            )
-        return "\n".join(lines)
+            difference, divisors = row.difference, row.table.divisors
+            change = f"{difference.nats:+.4f}"
+            if difference.low is not None:
+                change += f" ({interval(difference.low, difference.high)})"
+            lines.append([
+                row.label, f"{row.score:.4f}", "the winner" if row is self.winner else change,
+                f"{row.table.attention_factor:g}", f"{divisors[0]:g} … {divisors[-1]:g}",
+            ])  # fmt: skip
+        return markdown_table(lines)
 
     def card(self) -> str:
         """The card: what was searched, on which documents, what it cost, and how to use it."""
-        config, cost = self.config, self.cost
-        target = format_length(self.encoding.target_length(self.shape) or config.target_length)
-        weights = ", ".join(
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        config = self.config
+        fitness = ", ".join(
             f"{weight:.3g} × {'needle' if part == 'needle' else f'loss at {part} tokens'}"
             for part, weight in config.weights().items()
         )
-        divisors = " ".join(f"{divisor:g}" for divisor in self.table.divisors)
-        resolved = f"{self.winner.label}, {self.encoding}"
-        return f"""# Frequency divisors for {config.model}, {target} tokens
-
-`{ENCODING_FILE}` holds the encoding: {resolved}. Use this directory as a method:
-
-```
-rope-extend evaluate {quote(config.model)} --methods DIRECTORY --lengths {target} --data ... --output report
-rope-extend finetune --model {quote(config.model)} --method DIRECTORY --target-length {target} ...
-```
-
-In Python: `rope_extend.extend(model, "{target}", "DIRECTORY")`, or `rope_extend.encoding("DIRECTORY")`.
-
-## What was searched
-
-- Model: {config.model}, trained on {self.shape.trained_length} tokens.
-- Rotation: {self.shape.dim} channels of a head, base {self.shape.theta:g}.
-- Strategy: {config.strategy}, seed {config.seed}.
-- Fitness: {weights}.
-- Divisors{_relative(config)}, fastest pair first: {divisors}
-- Attention factor {self.table.attention_factor:g}, start tokens {self.table.start_tokens}.
-- {self._other_texts()}
-
-## Held-out documents
-
-The loss is the fitness on {len(self.holdout)} documents that were not searched on. The difference is paired
-by document. {self._measured()}
-
-{self.table_text()}
-
-## Cost
-
-{cost.evaluations:,} evaluations, {cost.passes:,} forward passes, {cost.forward_tokens:,} forward tokens,
-{format_duration(cost.seconds)}. Held-out documents are included.
-
-![The best fitness against the documents measured]({CURVE})
-
-## Documents
-
-Fingerprint of all: {self.data}.
-
-Searched on:
-
-{_bullets(self.documents)}
-
-Held out:
-
-{_bullets(self.holdout)}
-"""
-
-    def _measured(self) -> str:
-        """A sentence of the card: which encoding the scores belong to."""
-        if not self.encoding.depends_on_length and self.config.search_for != SHORT_TEXTS:
-            return "Each row was measured as it would be written, with one table for all texts."
-        return (
-            "Each row was measured as it would be written, with one table for short texts and one for long "
-            "texts. Before that, the search measured each candidate as one table for all texts."
-        )
-
-    def _other_texts(self) -> str:
-        """A line of the card: which divisors the texts get that were not searched for."""
-        if self.config.search_for == SHORT_TEXTS:
-            return (
-                "These divisors are for texts within the trained window. Longer ones keep the model's table."
-            )
-        if self.config.short == ORIGINAL:
-            return "Within the trained window: plain RoPE."
-        if self.encoding.depends_on_length:
-            return (
-                "Within the trained window: the short list that the model has. Both lists share the factor "
-                f"on cos and sin, now {self.encoding.attention_factor(self.shape):.6g}, so such texts change "
-                "too."
-            )
-        return "Within the trained window: the same divisors."
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+            keep_trailing_newline=True, autoescape=False,
+        )  # fmt: skip
+        return environment.get_template("search_card.md").render(
+            result=self, config=config, shape=self.shape, encoding=self.encoding, winner=self.winner,
+            cost=self.cost, curve=CURVE, encoding_file=ENCODING_FILE, quoted=quote(config.model),
+            target=format_length(self.encoding.target_length(self.shape) or config.target_length),
+            fitness=fitness, divisors=" ".join(f"{divisor:g}" for divisor in self.table.divisors),
+            table=self.table_text(), duration=format_duration(self.cost.seconds),
+        )  # fmt: skip
 
     def write(self, directory: Path) -> None:
         """Write the files of a finished search; all of them appear, or none.
@@ -223,12 +155,3 @@ Held out:
             plot_search_curve(curve, files / CURVE, title=f"{self.config.strategy}: fitness so far")
             saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
             saved.write(files / ENCODING_FILE)
-
-
-def _relative(config: SearchConfig) -> str:
-    """What the divisors of a card are relative to, if that is not plain RoPE."""
-    return " of the table that the model had, which the encoding multiplies" * (config.start == CURRENT)
-
-
-def _bullets(names: Sequence[str]) -> str:
-    return "\n".join(f"- {name}" for name in names)

@@ -31,7 +31,7 @@ from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.budget import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE, is_main_process

@@ -32,8 +32,8 @@ from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import model_identity
-from rope_extend.evaluation.loss_computer import peak_memory_bytes
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.results import PerplexityResult
 from rope_extend.loss import causal_lm
 from rope_extend.patching import current_patch, patch_model

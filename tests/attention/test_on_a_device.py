@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings.core.transfers import to_device
-from rope_extend.evaluation.prompts import PromptOptions
-from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
+from rope_extend.evaluation.answering import answer_batch
+from rope_extend.evaluation.prompts import PromptOptions, make_prompts
 from rope_extend.evaluation.tasks import Passkey
 from rope_extend.loss import next_token_loss
 from rope_extend.models.processes import PATIENCE
@@ -93,14 +93,14 @@ def test_gradients_under_distributed_data_parallel(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
 def test_passkeys_have_the_scores_of_the_cpu(name: str, device: str) -> None:
-    tokenizer, tasks = AutoTokenizer.from_pretrained(MODEL_DIR), [Passkey(template="demo")]
-    options = PromptOptions(depths=3, trials=2)
-    prompts = make_prompts(tasks, tokenizer, [256, 512], options=options, progress=False)
+    tokenizer, task = AutoTokenizer.from_pretrained(MODEL_DIR), Passkey(template="demo")
+    options = PromptOptions(depths=(0.0, 0.5, 1.0), trials=2)
+    batches = [make_prompts(task, tokenizer, length, options) for length in (256, 512)]
     scores = []
     for place in ("cpu", device):
         model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).to(place).eval()
         rx.extend(model, TARGET * 4, name)
-        result = answer_prompts(model, tokenizer, tasks, prompts, progress=False)
-        scores.append([score for cell in result.cells for score in cell.scores])
-    equal = sum(ours == theirs for ours, theirs in zip(*scores, strict=True)) / len(prompts)
+        answers = [answer_batch(model, tokenizer, task, prompts)[0] for prompts in batches]
+        scores.append([trial["score"] for trials in answers for trial in trials])
+    equal = sum(ours == theirs for ours, theirs in zip(*scores, strict=True)) / len(scores[0])
     assert equal >= 0.95  # a tie of two tokens may be resolved otherwise by another order of summation

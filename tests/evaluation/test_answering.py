@@ -140,7 +140,7 @@ def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.Captu
         ("{model} --file {out}/text.txt --no-before", "leave --no-before out"),
         ("{run} --file {out}/text.txt --new-tokens 8 --max-tokens 128", "use at most 120"),
         ("{model} --file {out}/text.txt --method yarn", "--target-length"),
-        ("{model} --file {out}/text.txt --target-length 16", "must exceed the trained window"),
+        ("{model} --file {out}/text.txt --target-length 16", "16, is within the trained window of 32"),
         ("{model} --file {out}/text.txt --method yran --target-length 64", "Did you mean 'yarn'"),
         ("{model} --file {out}/text.txt --max-tokens 4 --ask {long}", "no room"),
     ],

@@ -19,7 +19,7 @@ from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.errors import PatchError, RopeExtendError
-from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.view import length_groups
@@ -47,8 +47,8 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
     candidates = Candidates(
         "tiny", LoadOptions(), model, info(model), (TARGET,), {}, {adapter: read_record(adapter)}
     )
-    with candidates.tuned(model, adapter) as candidate:
-        assert not torch.allclose(logits(candidate.model, ids), expected)
+    with candidates.prepared(model, adapter=adapter) as tuned:
+        assert not torch.allclose(logits(tuned, ids), expected)
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
@@ -108,14 +108,14 @@ def test_a_method_that_changes_nothing_is_refused_before_any_weights(
     assert not output.exists()
 
 
-def models(candidates: Candidates, lm: Any) -> Iterator[Candidate]:
+def models(candidates: Candidates, lm: Any) -> Iterator[Any]:
     """The model under each method, and then with each adapter."""
     for method in candidates.encodings:
-        with candidates.untrained(lm, method) as candidate:
-            yield candidate
+        with candidates.prepared(lm, method) as model:
+            yield model
     for adapter in candidates.records:
-        with candidates.tuned(lm, adapter) as candidate:
-            yield candidate
+        with candidates.prepared(lm, adapter=adapter) as model:
+            yield model
 
 
 def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: P
     config = EvaluationConfig(model=str(model), methods=("as-is", "dynamic_yarn"), lengths=(32, 128))
     candidates, ids = Candidates.of(config), tokens(1, 32)
     lm = candidates.load_options.load(candidates.name)
-    own, dynamic = (logits(candidate.model, ids) for candidate in models(candidates, lm))
+    own, dynamic = (logits(model, ids) for model in models(candidates, lm))
     assert not torch.allclose(own, dynamic, atol=1e-4)
     with pytest.raises(PatchError, match="use as-is"):
         Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))
@@ -141,6 +141,6 @@ def test_the_groups_of_lengths_are_known_without_weights(work: Path, tmp_path: P
     )  # fmt: skip
     candidates, lengths = Candidates.of(config), [16, 32, 64, 100, 512]
     lm = candidates.load_options.load(candidates.name)
-    expected = [length_groups(each.model, lengths) for each in models(candidates, lm)]
+    expected = [length_groups(each, lengths) for each in models(candidates, lm)]
     assert candidates.length_groups(lengths) == expected
     assert list(map(len, expected)) == [1, 2, 1, 4, 4]

@@ -37,7 +37,8 @@ from rope_extend.evaluation import forward_plan as planning
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
 from rope_extend.evaluation.flops import Rates, measured_rates, operations_of
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.memory.budget import _control_group, available_memory, weight_bytes
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
@@ -66,7 +67,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8, 5e8, 5e8))
+    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8, 5e8))
 
 
 def checkpoint(config: PretrainedConfig, directory: Path) -> str:

@@ -97,13 +97,13 @@ def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[Eval
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn", "rerope"]
     one = Measurement(config_of(work))
     lm = one.candidates.load_options.load(one.candidates.name)
-    with one.candidates.untrained(lm, "none") as plainly:
-        plain = rx.perplexity(plainly.model, one.documents, one.lengths, progress=False)
+    with one.candidates.prepared(lm, "none") as plainly:
+        plain = rx.perplexity(plainly, one.documents, one.lengths, progress=False)
         cropped = rx.perplexity(
-            plainly.model, one.documents, one.lengths, protocol="cropped", window=32, progress=False
+            plainly, one.documents, one.lengths, protocol="cropped", window=32, progress=False
         )
-    with one.candidates.untrained(lm, "yarn") as extended:
-        yarn = rx.perplexity(extended.model, one.documents, one.lengths, progress=False)
+    with one.candidates.prepared(lm, "yarn") as extended:
+        yarn = rx.perplexity(extended, one.documents, one.lengths, progress=False)
     for ours, theirs in zip(rows, (plain, cropped, yarn), strict=False):
         assert numbers(replace(ours.result, data=theirs.data)) == numbers(theirs)
 
@@ -122,9 +122,9 @@ def test_every_protocol_is_merged_from_its_documents(options: dict[str, Any], wo
     rows, one = rx.evaluate(config, progress=False), Measurement(config)
     lm = one.candidates.load_options.load(one.candidates.name)
     rule = {name: options[name] for name in ("stride", "last") if name in options}
-    with one.candidates.untrained(lm, "none") as plain:
+    with one.candidates.prepared(lm, "none") as plain:
         expected = rx.perplexity(
-            plain.model, one.documents, [16, 64], protocol=options["protocol"], progress=False, **rule
+            plain, one.documents, [16, 64], protocol=options["protocol"], progress=False, **rule
         )
     assert rows[0].result.ppl == expected.ppl
     assert (rows[0].result.tokens, rows[0].result.documents) == (expected.tokens, expected.documents)

@@ -15,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import rope_extend as rx
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.results import PerplexityResult
 from rope_extend.memory.live_bytes import LiveBytes
 
@@ -135,6 +136,22 @@ def test_cropped_scores_each_target_once_in_its_first_window(window: int, length
         expected = naive_losses(model, seen)[-1].item()
         assert result.nll_by_position[target - 1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert (result.protocol, result.window) == ("cropped", window)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_every_cropped_window_begins_with_bos_if_the_document_does(begins: bool) -> None:
+    """Else a model that needs BOS makes the control worse than it is, and the gain too large."""
+    model, (document,) = tiny(), texts(40)
+    model.config.bos_token_id = 5
+    ids = document.input_ids.clone()
+    ids[0] = 5 if begins else 6
+    expected = []
+    for start in range(0, 25, 8):  # windows of 16
+        window = ids[start : start + 16].clone()
+        window[0] = 5 if begins else window[0]
+        expected.append(naive_losses(model, window)[7 if start else 0 :])
+    result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=16)
+    np.testing.assert_allclose(result.nll_by_position, torch.cat(expected), rtol=1e-5)
 
 
 def test_cropped_does_not_depend_on_the_other_lengths() -> None:

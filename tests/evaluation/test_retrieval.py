@@ -1,32 +1,31 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
-import logging
-import math
 import re
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import llama
+from cases import llama, tiny_llama
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 import rope_extend as rx
-from rope_extend import progress
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
+from rope_extend.evaluation.answering import answer_batch, generate
+from rope_extend.evaluation.collecting import retrieved as collect_retrieval
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
-from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode
+from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
-from rope_extend.evaluation.retrieval import answer_prompts, generate, make_prompts
 from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.plots import retrieval_maps as plots
@@ -41,22 +40,14 @@ def bundled() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
 
 
-class Oracle(torch.nn.Module):
+class Oracle(LlamaForCausalLM):
     """Answers with the key if it is within the last `sight` tokens of the prompt."""
 
-    generation_config = None
-
     def __init__(self, sight: int = 10**9) -> None:
-        super().__init__()
+        super().__init__(tiny_llama().config)
         self.sight = sight
-        self.device = torch.device("cpu")
-        self.rows = 0
-        self.interrupt_at = math.inf
 
-    def generate(self, input_ids: Any, stopping_criteria: Any, **kwargs: Any) -> None:
-        self.rows += len(input_ids)
-        if self.rows > self.interrupt_at:
-            raise KeyboardInterrupt
+    def generate(self, input_ids: Any, stopping_criteria: Any, **kwargs: Any) -> torch.Tensor:
         said = []
         for row in input_ids:
             text = TOKENIZER.decode(row[-self.sight :])
@@ -65,19 +56,32 @@ class Oracle(torch.nn.Module):
         width = max(map(len, said))
         new = torch.tensor([one + [0] * (width - len(one)) for one in said])
         for step in range(1, width + 1):
-            if stopping_criteria(torch.cat([input_ids, new[:, :step]], dim=1), None).all():
+            output = torch.cat([input_ids, new[:, :step]], dim=1)
+            if stopping_criteria(output, None).all():
                 break
+        return output
 
 
-def written(tasks: list[Any], lengths: list[int], **options: Any) -> list[Any]:
-    return make_prompts(tasks, TOKENIZER, lengths, options=PromptOptions(**options), progress=False)
+def measured(model: Any, *, crop: int | None = None, **changes: Any) -> RetrievalResult:
+    """The answers to all prompts of a task and length at once, as a row of a report."""
+    options: dict[str, Any] = {"depths": 3, "trials": 2, **changes}
+    options["depths"] = depths_from(options["depths"])
+    tasks, lengths = options.pop("tasks", [Passkey()]), options.pop("lengths", [256, 512])
+    cells = []
+    for task, length in product(tasks, lengths):
+        prompts = make_prompts(task, TOKENIZER, length, PromptOptions(**options))
+        trials, peak = answer_batch(model, TOKENIZER, task, prompts, crop)
+        cells.append({
+            "label": "model", "trials": trials, "crop": crop, "seconds": 0.0,
+            "forward_tokens": 0, "peak_memory_bytes": peak,
+        })  # fmt: skip
+    return collect_retrieval(cells, ["model"])["model"]
 
 
-def measured(model: Any, **changes: Any) -> RetrievalResult:
-    options = {"tasks": [Passkey()], "lengths": [256, 512], "depths": 3, "trials": 2, **changes}
-    how = {name: options.pop(name) for name in ("crop", "batch_tokens") if name in options}
-    prompts = written(**options)
-    return answer_prompts(model, TOKENIZER, options["tasks"], prompts, progress=False, **how)
+def prompt_rows(length: int, **options: Any) -> list[list[int]]:
+    options["depths"] = depths_from(options["depths"])
+    prompts = make_prompts(DEMO, TOKENIZER, length, PromptOptions(**options))
+    return [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
 
 
 def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:
@@ -138,110 +142,71 @@ def test_k_max_finds_how_far_a_model_sees() -> None:
     assert cropped.crop == 310
 
 
-def test_lines_show_progress_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
-    caplog.set_level(logging.INFO, "rope_extend.evaluation")
-    prompts = written([DEMO], [256], depths=1, trials=2)
-    answer_prompts(Oracle(), TOKENIZER, [DEMO], prompts, batch_tokens=300)
-    first, second = (len(encode(TOKENIZER, prompt.text, False)) for prompt in prompts)
-    lines = [re.sub(r" \[.*", "", line) for line in caplog.messages]
-    assert f"retrieval: {first}/{first + second} tok" in lines
-    assert lines[-1] == f"retrieval: {first + second}/{first + second} tok"
-
-
-def test_cropping_keeps_the_token_that_begins_a_text() -> None:
+def test_cropping_keeps_the_token_that_begins_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[list[int]] = []
-    model = Oracle()
-    original = model.generate
-    model.generate = lambda input_ids, **more: (rows.extend(input_ids.tolist()), original(input_ids, **more))
-    measured(model, tasks=[DEMO], lengths=[512], trials=1, crop=256)
-    for row, prompt in zip(rows, written([DEMO], [512], depths=3, trials=1), strict=True):
-        whole = encode(TOKENIZER, prompt.text, False)
+    original = Oracle.generate
+    monkeypatch.setattr(
+        Oracle, "generate", lambda *each, input_ids, **more: (
+            rows.extend(input_ids.tolist()), original(*each, input_ids=input_ids, **more))[1],
+    )  # fmt: skip
+    measured(Oracle(), tasks=[DEMO], lengths=[512], trials=1, crop=256)
+    for row, whole in zip(rows, prompt_rows(512, depths=3, trials=1), strict=True):
         assert row == [TOKENIZER.bos_token_id, *whole[-245:]]
 
 
-def test_batches_hold_the_tokens_they_may() -> None:
-    model, sizes = Oracle(), []
-    original = model.generate
-    model.generate = lambda input_ids, **more: (
-        sizes.append(tuple(input_ids.shape)),
-        original(input_ids, **more),
-    )
-    measured(model, batch_tokens=1000)
-    assert sizes == [(4, 246), (2, 246), (1, 502)] + [(1, 502)] * 5
+def test_out_of_memory_halves_the_batch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, original = 2, Oracle.generate
 
-
-def test_out_of_memory_halves_the_batch(caplog: pytest.LogCaptureFixture) -> None:
-    model = Oracle()
-    original = model.generate
-
-    def small_only(input_ids: Any, **more: Any) -> None:
-        if len(input_ids) > 2:
+    def small_only(self: Oracle, input_ids: Any, **more: Any) -> Any:
+        if len(input_ids) > most:
             raise torch.cuda.OutOfMemoryError("no")
-        original(input_ids, **more)
+        return original(self, input_ids, **more)
 
-    model.generate = small_only
-    assert measured(model) == measured(Oracle())
+    expected = measured(Oracle())
+    monkeypatch.setattr(Oracle, "generate", small_only)
+    assert measured(Oracle()).cells == expected.cells
     assert "out of memory" in caplog.text
-    model.generate = lambda **more: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError("no"))
+    most = 0
     with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
-        measured(model)
+        measured(Oracle())
 
 
 @pytest.mark.slow
 def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
     """Rows of different lengths, padded on the left, under encodings that do and do not follow the length."""
-    prompts = written([DEMO], [128, 256, 300], depths=1, trials=1)
-    rows = [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
-    answers = [("no such answer",)] * len(rows)
-    open_ended = replace(DEMO, new_tokens=6)
-    object.__setattr__(open_ended, "finished", lambda *_: False)
+    rows = [row for length in (128, 256, 300) for row in prompt_rows(length, depths=1, trials=1)]
     for method in ("yarn", "dynamic_yarn"):
         with rx.extend(bundled, 512, method):
-            together = generate(bundled, TOKENIZER, open_ended, rows, answers)
-            alone = [generate(bundled, TOKENIZER, open_ended, [row], [("no",)])[0] for row in rows]
+            together = generate(bundled, TOKENIZER, rows, 6)
+            alone = [generate(bundled, TOKENIZER, [row], 6)[0] for row in rows]
         assert together == alone
         assert len(set(together)) > 1
 
 
 @pytest.mark.slow
 def test_a_row_s_own_length_is_read_without_a_cache(bundled: PreTrainedModel) -> None:
-    prompt = written([DEMO], [300], depths=1, trials=1)[0]
-    row = encode(TOKENIZER, prompt.text, False)
+    (row,) = prompt_rows(300, depths=1, trials=1)
     with rx.extend(bundled, 512, "dynamic_yarn", per="row"):
-        said = generate(bundled, TOKENIZER, DEMO, [row], [prompt.answers])[0]
+        said = generate(bundled, TOKENIZER, [row], 4)[0]
         ids = list(row)
         for _ in range(4):  # each token by a whole forward
             ids.append(int(bundled(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert said.startswith(TOKENIZER.decode(ids[len(row) :]))
-
-
-def test_generation_is_greedy_whatever_the_checkpoint_prefers(bundled: PreTrainedModel) -> None:
-    prompts = written([DEMO], [256], depths=3, trials=2)
-    before = answer_prompts(bundled, TOKENIZER, [DEMO], prompts, progress=False)
-    own = bundled.generation_config
-    own.do_sample, own.temperature, own.repetition_penalty = True, 5.0, 3.0
-    try:
-        assert answer_prompts(bundled, TOKENIZER, [DEMO], prompts, progress=False) == before
-    finally:
-        own.do_sample, own.temperature, own.repetition_penalty = False, None, None
+    assert said == TOKENIZER.decode(ids[len(row) :])
 
 
 def test_settings_of_a_checkpoint_neither_fail_nor_change_answers(
     bundled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a cache that is filled in chunks, as for long prompts, and for adapters."""
-    row = encode(TOKENIZER, written([DEMO], [128], depths=1, trials=1)[0].text, False)
-    few_tokens = replace(DEMO, new_tokens=3)
-    object.__setattr__(few_tokens, "finished", lambda *_: False)
+    (row,) = prompt_rows(128, depths=1, trials=1)
     monkeypatch.setattr(chunked_forward, "MAX_WHOLE", 100)
     monkeypatch.setattr(chunked_forward, "MAX_PAIRS", 64 * 131)
     own = bundled.generation_config
 
     def answers(model: Any) -> list[str]:
-        return generate(model, TOKENIZER, few_tokens, [row], [("no",)])
+        return generate(model, TOKENIZER, [row], 3)
 
     expected = answers(bundled)
     first = TOKENIZER(expected[0], add_special_tokens=False).input_ids[0]
@@ -283,14 +248,9 @@ def test_every_task_runs_on_an_untrained_model(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": []}, "at least one task and one length"),
-        ({"tasks": []}, "at least one task and one length"),
         ({"depths": 0}, "depths must be"),
         ({"depths": [0.5, 2]}, "depths must be"),
-        ({"trials": 0}, "trials must be at least 1"),
         ({"lengths": [20, 256]}, "passkey needs about"),
-        ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
-        ({"crop": 10}, "crop must exceed the 10 tokens of the answer"),
         ({"chat": "on"}, "no chat template"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Record llama.cpp's own tokens of some texts, for `test_llama_cpp_tokens.py`.
+"""Record llama.cpp's own tokens of some texts, for `test_gguf_tokenizer.py`.
 
     pip install --no-deps --target build/xllamacpp xllamacpp
     PYTHONPATH=build/xllamacpp:tests:tests/models python tests/models/record_llama_cpp.py [MODEL.gguf]
 
 xllamacpp is a build of llama.cpp with its server. Without an argument, the small vocabularies of
-`test_gguf_models.py` are recorded, each with its tokenizer. With the file of a model, that model's tokens are
-recorded.
+`test_gguf_tokenizer.py` are recorded, each with its tokenizer. With the file of a model, that model's tokens
+are recorded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tokens_of(file: Path) -> list[list[int]]:
 
 def small_vocabularies() -> dict[str, Any]:
     """The tokens of each small vocabulary, with its tokenizer."""
-    from test_gguf_models import WORDS, byte_level, file_with
+    from test_gguf_tokenizer import WORDS, byte_level, file_with
 
     recorded = {}
     for kind in WORDS:

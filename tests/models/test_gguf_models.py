@@ -11,10 +11,7 @@ import pytest
 import torch
 from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, FamilyCase, llama, tiny_llama, tiny_model
 from gguf_writer import converted, gguf
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from tokenizers import SentencePieceBPETokenizer as SentencePiece
+from test_gguf_tokenizer import TEXT, writes
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -33,7 +30,6 @@ from rope_extend.models.view import shape_of
 
 SHAPE = rx.RopeShape(16, 10_000.0, TRAINED)
 CARRIED = [case for case in ENCODINGS if support(case.build(SHAPE), SHAPE, "llama.cpp").possible]
-TEXT = "It was 1984, wasn't it? She'd ÜBER-slept:\n\n  twice\tor 3 times...  日本語 naïve — end \r\n"
 
 
 def loaded(path: Path, **how: Any) -> Any:
@@ -258,158 +254,6 @@ def test_scaling_without_a_form_is_refused(
         rope_scaling(Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables))
 
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-"""The pattern in Llama 3's tokenizer.json."""
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-WORDS = {
-    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    ]),
-    "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
-    "qwen2": pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), BYTES
-    ]),
-}  # fmt: skip
-"""The words of each kind of tokenizer, as its tokenizer.json on the hub says it."""
-CHAT = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
-SPECIAL = ["<|endoftext|>", "<|im_start|>"]
-
-
-def byte_level(kind: str) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = WORDS[kind]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    return tokenizer
-
-
-def sentencepiece() -> Tokenizer:
-    trained = SentencePiece(add_prefix_space=True)
-    trained.train_from_iterator([TEXT] * 3, vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])
-    return trained
-
-
-def merges_of(tokenizer: Any) -> list[tuple[str, str]]:
-    import json
-
-    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-
-def writes(tokenizer: Any, kind: str, **keys: Any) -> Callable[[Any, int], None]:
-    """Adds a tokenizer to a file, as llama.cpp's converter does."""
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-
-    def write(writer: Any, _count: int) -> None:
-        writer.add_tokenizer_model(kind)
-        writer.add_token_list(tokens)
-        merges = merges_of(tokenizer)
-        control = gguf.TokenType.CONTROL
-        writer.add_token_types([control if t[0] == "<" and len(t) > 1 else 1 for t in tokens])
-        if kind == "gpt2":
-            writer.add_token_merges([" ".join(pair) for pair in merges])
-        else:
-            ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
-            writer.add_token_scores([-float(ranks.get(token, -1)) for token in tokens])
-        for key, value in keys.items():
-            if isinstance(value, bool):
-                writer.add_bool(f"tokenizer.{key}", value)
-            elif isinstance(value, int):
-                writer.add_uint32(f"tokenizer.{key}", value)
-            else:
-                writer.add_string(f"tokenizer.{key}", value)
-
-    return write
-
-
-def file_with(path: Path, tokenizer: Any, kind: str, **keys: Any) -> Path:
-    model = llama(vocab_size=tokenizer.get_vocab_size())
-    return converted(model, path, tokenizer=writes(tokenizer, kind, **keys))
-
-
-@pytest.fixture(scope="module", params=WORDS)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A tokenizer, and the one that is read from a file with its lists."""
-    expected = byte_level(request.param)
-    path = tmp_path_factory.mktemp("words") / "words.gguf"
-    keys = {
-        "ggml.pre": request.param, "ggml.add_bos_token": False, "ggml.bos_token_id": 1,
-        "ggml.eos_token_id": 0, "chat_template": CHAT,
-    }  # fmt: skip
-    return expected, pretrained(AutoTokenizer, str(file_with(path, expected, "gpt2", **keys)))
-
-
-@given(text=st.text() | st.text(alphabet="aes't 19\n\r.ÜI"))
-def test_texts_are_split_as_by_the_tokenizer_itself(both: tuple[Any, Any], text: str) -> None:
-    expected, ours = both
-    for part in (text, TEXT):
-        ids = ours(part).input_ids
-        assert ids == expected.encode(part).ids
-        assert ours.decode(ids) == part
-
-
-def test_special_tokens_and_the_chat_template_are_kept(both: tuple[Any, Any]) -> None:
-    ours = both[1]
-    assert (ours.bos_token, ours.eos_token, ours.chat_template) == (SPECIAL[1], SPECIAL[0], CHAT)
-    assert ours("a<|im_start|>").input_ids[-1] == 1
-    assert ours.decode(ours("a<|im_start|>b").input_ids, skip_special_tokens=True) == "ab"
-    assert ours.apply_chat_template([{"role": "user", "content": "b"}], tokenize=False) == "<|im_start|>b"
-
-
-def test_scores_are_read_as_merges(tmp_path: Path) -> None:
-    expected = sentencepiece()
-    ids = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2}
-    ours = pretrained(AutoTokenizer, str(file_with(tmp_path / "words.gguf", expected, "llama", **ids)))
-    for text in (TEXT, "wasn't it twice? it was", "a  b", "Ende"):
-        words = expected.encode(text.replace("\n", " ").replace("\t", " ").replace("\r", " ")).ids
-        found = ours(text.replace("\n", " ").replace("\t", " ").replace("\r", " ")).input_ids
-        assert found == [1, *words]  # a Llama's texts begin with <s>
-
-
-def test_ends_of_texts_are_added_as_the_file_says(tmp_path: Path) -> None:
-    trained = byte_level("gpt-2")
-    ids = {"ggml.pre": "gpt-2", "ggml.bos_token_id": 1, "ggml.eos_token_id": 0}
-    ends = {"ggml.add_bos_token": True, "ggml.add_eos_token": True}
-    ours = pretrained(AutoTokenizer, str(file_with(tmp_path / "words.gguf", trained, "gpt2", **ids, **ends)))
-    first, second = trained.encode("a").ids, trained.encode("was").ids
-    assert ours("a").input_ids == [1, *first, 0]
-    assert ours("a", "was").input_ids == [1, *first, 0, 1, *second, 0]
-    assert pretrained(GenerationConfig, str(tmp_path / "words.gguf")).eos_token_id == 0
-
-
-def test_marked_tokens_of_phi_3_swallow_the_space_after_them(tmp_path: Path) -> None:
-    """As in llama.cpp, by the title of the file, and in Phi-3's own tokenizer."""
-    marked = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]
-
-    def write(writer: Any, count: int) -> None:
-        bytes_ = [f"<0x{value:02X}>" for value in range(256)]
-        tokens = [*marked, "▁", "a", *bytes_]
-        tokens += [f"t{i}" for i in range(count - len(tokens))]
-        kinds = [3] * len(marked) + [1, 1] + [6] * 256
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * count)
-        writer.add_token_types([*kinds, *[1] * (count - len(kinds))])
-
-    ids = {"ggml.bos_token_id": 1, "ggml.unknown_token_id": 0, "ggml.add_space_prefix": False}
-    keys = {f"+tokenizer.{name}": value for name, value in ids.items()}
-    model = llama(vocab_size=300)
-    text = "<|user|>\na<|end|>\n<|user|> a<|endoftext|>\na"
-    for title, expected in (
-        ("Phi-3-mini-4k-instruct", "<s> <|user|> a <|end|> <|user|> a <|endoftext|> <0x0A> a"),
-        ("Llama", "<s> <|user|> <0x0A> a <|end|> <0x0A> <|user|> ▁ a <|endoftext|> <0x0A> a"),
-    ):
-        path = converted(
-            model, tmp_path / f"{title}.gguf", tokenizer=write, **keys, **{"+general.name": title}
-        )
-        ours = pretrained(AutoTokenizer, str(path))
-        assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected.split()
-
-
 @pytest.fixture(scope="module")
 def bundled_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, with its tokenizer."""
@@ -500,20 +344,3 @@ def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
         gguf_file(tmp_path)
     assert gguf_file(MODEL_DIR) is None
     assert gguf_file("meta-llama/Meta-Llama-3-8B") is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys", "message"),
-    [
-        ("bert", {}, "kind 'bert'"),
-        ("gpt2", {"ggml.pre": "mystery"}, "pattern 'mystery'"),
-    ],
-)
-def test_a_tokenizer_of_another_kind_is_refused(
-    kind: str, keys: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "words.gguf"
-    trained = byte_level("gpt-2")
-    converted(llama(vocab_size=trained.get_vocab_size()), path, tokenizer=writes(trained, kind, **keys))
-    with pytest.raises(RopeExtendError, match=message):
-        pretrained(AutoTokenizer, str(path))

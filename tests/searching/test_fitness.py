@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from cases import TRAINED, llama, tiny_llama
 from hypothesis import given
+from hypothesis import settings as settings_of_tests
 from hypothesis import strategies as st
 from tolerances import logit_tolerance
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +18,7 @@ import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation import loss_computer
 from rope_extend.searching.evaluations import Evaluator, score
-from rope_extend.searching.fitness import Fitness, Loss, NeedleWindow, needle_window, needle_windows
+from rope_extend.searching.fitness import Fitness, Loss, NeedleWindow, needle_windows
 from rope_extend.searching.search_log import SearchLog
 from rope_extend.searching.space import Space, Table
 
@@ -47,7 +47,7 @@ def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
     """Two lengths from one forward, and a needle from another; held-out documents have their own."""
     model, texts = tiny_llama().eval(), documents(3)
     space = Space(rx.info(model).shape, TARGET, 1.25)
-    needles = [NeedleWindow(document.input_ids.flip(0), 5, slice(0, 0)) for document in texts]
+    needles = [NeedleWindow(document.input_ids.flip(0), 5) for document in texts]
     fitness = Fitness(texts, [40, TARGET], needles)
     config = settings(lengths=(40, TARGET), length_weights=(1, 2), needle_weight=0.25)
     evaluator = Evaluator(model, fitness, config, space, log=SearchLog(None, {}))
@@ -124,43 +124,43 @@ def bundled() -> tuple[torch.nn.Module, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
-@pytest.mark.parametrize("template", ["demo", "published"])
-@given(depth=st.floats(0, 1), length=st.integers(120, 400), seed=st.integers(0, 99))
+@pytest.mark.parametrize("name", [str(MODEL_DIR), "m/m"])
+@given(depth=st.floats(0, 1), length=st.integers(250, 400), seed=st.integers(0, 99))
+@settings_of_tests(max_examples=8)
 def test_the_answer_stands_in_the_needle_and_at_the_end(
-    template: str, depth: float, length: int, seed: int, bundled: tuple[torch.nn.Module, Any]
+    name: str, depth: float, length: int, seed: int, bundled: tuple[torch.nn.Module, Any]
 ) -> None:
-    """The window is exactly as long as asked, so nothing can cut the answer off; the rest is the document."""
-    ids = torch.arange(5000, 5400)  # no tokens of the tokenizer
+    """Nothing cuts the answer off, and the rest is the document."""
     tokenizer = bundled[1]
-    window = needle_window(ids, tokenizer, length, depth, random.Random(seed), template)
-    values = window.input_ids.tolist()
-    assert len(values) == length
-    answer = values[-window.answer :]
-    assert values[window.needle] == answer
-    assert window.needle.stop < length - window.answer
-    text = tokenizer.decode(answer)
-    assert text.isdecimal()
-    assert len(text) == (5 if template == "demo" else 7)
-    assert values[0] == 5000  # the first token, which may be BOS, stays first
-    kept = [value for value in values if value >= 5000]
-    assert kept == list(range(5000, 5000 + len(kept)))
-    share = (window.needle.start - 1) / max(1, length - 60)
-    assert abs(share - depth) < 0.5
+    words = "the harbour lay quiet. A lantern burned on the pier! " * 99
+    text = rx.Document("a", torch.tensor(tokenizer(words)["input_ids"]))
+    (window,) = needle_windows([text], tokenizer, length, (depth,), seed=seed, model=name)
+    assert 0.75 * length <= len(window.input_ids) <= length
+    answer, asked = (
+        tokenizer.decode(part)
+        for part in (window.input_ids[-window.answer :], window.input_ids[: -window.answer])
+    )
+    assert answer.strip().isdecimal()
+    assert len(answer.strip()) == (5 if name == str(MODEL_DIR) else 7)
+    assert asked.count(answer.strip()) == 1
+    assert name == str(MODEL_DIR) or "The harbour".lower() in asked
 
 
 def test_the_loss_of_the_answer_falls_when_the_needle_is_there(
     bundled: tuple[torch.nn.Module, Any],
 ) -> None:
-    """The proof that the needle is scored: without the number in the needle, the same answer costs more."""
+    """The proof that the needle is scored: with other numbers in the needle, the same answer costs more."""
     model, tokenizer = bundled
-    ids = torch.tensor(tokenizer(Path(__file__).read_text(encoding="utf-8"))["input_ids"])
-    texts = [rx.Document(f"part {n}", ids[200 * n : 200 * (n + 1)]) for n in range(4)]
-    windows = needle_windows(texts, tokenizer, 200, (0.0, 0.5), seed=0, model=str(MODEL_DIR))
-    changed = []
-    for window in windows:
-        ids = window.input_ids.clone()
-        ids[window.needle] = ids[1]
-        changed.append(NeedleWindow(ids, window.answer, window.needle))
+    texts = documents(4)
+    windows, others = (
+        needle_windows(texts, tokenizer, 200, (0.0, 0.5), seed=seed, model=str(MODEL_DIR)) for seed in (0, 1)
+    )
+    changed = [
+        NeedleWindow(
+            torch.cat([other.input_ids[: -other.answer], window.input_ids[-window.answer :]]), window.answer
+        )
+        for window, other in zip(windows, others, strict=True)
+    ]
     with_needle, without = (
         score(Fitness(texts, [], each).measure(model, range(4)), {"needle": 1.0})
         for each in (windows, changed)
@@ -169,11 +169,6 @@ def test_the_loss_of_the_answer_falls_when_the_needle_is_there(
     naive = [naive_losses(model, window.input_ids)[-window.answer :] for window in windows]
     expected = float(torch.cat(naive).mean())
     assert with_needle == pytest.approx(expected, abs=1e-4 + logit_tolerance(torch.cat(naive)))
-
-
-def test_a_window_without_room_for_the_question_is_refused(bundled: tuple[torch.nn.Module, Any]) -> None:
-    with pytest.raises(rx.RopeExtendError, match=r"a needle and its question take .* tokens, and the window"):
-        needle_window(torch.arange(20), bundled[1], 20, 0.0, random.Random(0), "published")
 
 
 def test_the_answers_are_the_only_positions_of_the_head(

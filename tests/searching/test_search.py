@@ -203,14 +203,14 @@ def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path, 
 
 
 def test_a_needle_and_several_lengths_count_together(work: Path) -> None:
-    options = {**SMALL, "target_length": 8 * TRAINED, "iterations": 0, "needle_weight": 0.5}
+    options = {**SMALL, "target_length": 16 * TRAINED, "iterations": 0, "needle_weight": 0.5}
     result = rx.search(
-        settings(work, None, lengths="32,256", length_weights=[1, 3], **options), progress=False
+        settings(work, None, lengths="32,512", length_weights=[1, 3], **options), progress=False
     )
-    assert result.config.weights() == {"32": 0.125, "256": 0.375, "needle": 0.5}
+    assert result.config.weights() == {"32": 0.125, "512": 0.375, "needle": 0.5}
     row = result.winner
     assert row.score == pytest.approx(sum(w * row.parts[p] for p, w in result.config.weights().items()))
-    assert result.cost.forward_tokens == 2 * 256 * (6 + 2 * len(result.rows))
+    assert 1.75 < result.cost.forward_tokens / (512 * (6 + 2 * len(result.rows))) <= 2
     alone = rx.search(settings(work, None, **{**options, "needle_weight": 1}), progress=False)
     assert alone.winner.parts.keys() == {"needle"}
     assert alone.cost.passes == 6 + 2 * len(alone.rows)
@@ -233,7 +233,7 @@ def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: 
         ({"lengths": (32, 64), "short": "original"}, "use lengths above 32"),
         ({"length_weights": [1, 2]}, "length_weights needs a number for each of lengths; got 2 for 1"),
         ({"start_tokens": True, "strategy": "race"}, "searched by the strategy longrope only; got race"),
-        ({"needle_weight": 1}, "a needle and its question take"),
+        ({"needle_weight": 1}, "the task needle needs about"),
         ({"holdout": 5, "strategy": "race"}, "nothing is left of the race's budget"),
         ({"model": "no/model/here"}, "no/model/here"),
     ],

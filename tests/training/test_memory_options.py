@@ -17,8 +17,8 @@ from torch.autograd.graph import save_on_cpu
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
+from rope_extend.memory.budget import expand_segments, segments_are_fixed
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.segments import expand_segments, segments_are_fixed
 from rope_extend.training import memory_options as options_module
 from rope_extend.training.memory_options import (
     HostOffload,
@@ -380,32 +380,27 @@ def test_only_token_wise_mlps_run_in_tiles() -> None:
         (None, None, ("expandable_segments:True", None)),
         ("max_split_size_mb:64", None, ("max_split_size_mb:64,expandable_segments:True", None)),
         (None, "max_split_size_mb:64", (None, "max_split_size_mb:64,expandable_segments:True")),
-        (
-            "",
-            "max_split_size_mb:64",
-            ("expandable_segments:True", "max_split_size_mb:64,expandable_segments:True"),
-        ),
+        ("a:64", "a:32", ("a:64,expandable_segments:True", "a:32")),  # torch reads the first alone
         ("max_split_size_mb:64", "expandable_segments:False", None),
         (None, "max_split_size_mb:64, expandable_segments: True", None),
         ("expandable_segments:True", "expandable_segments:False", None),
-        ("", "expandable_segments:True", ("expandable_segments:True", "expandable_segments:True")),
     ],
 )
 def test_both_variables_of_segments_are_honoured(
     cuda: str | None, common: str | None, after: tuple[str | None, str | None] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name, value in zip(names, (cuda, common), strict=True):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, initialized in ((False, False), (True, True)):  # nothing to do, or it is too late
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda initialized=initialized: initialized)
+        expand_segments()
+        assert tuple(map(os.environ.get, names)) == (cuda, common)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     expand_segments()
     assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert segments_are_fixed() == (after is None and "False" in str(common))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = tuple(map(os.environ.get, names))
-    expand_segments()
-    assert tuple(map(os.environ.get, names)) == before
+    assert segments_are_fixed() == (after is None and cuda == "max_split_size_mb:64")

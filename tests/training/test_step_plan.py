@@ -18,7 +18,8 @@ from rope_extend import RopeExtendError, finetune
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR as MODEL
 from rope_extend.data.documents import Document
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.loss import NextTokenLoss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.plan import longest
