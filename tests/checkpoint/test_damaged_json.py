@@ -71,3 +71,16 @@ def test_json_that_is_damaged_is_refused(directory: Path, name: str, text: bytes
 def test_an_unknown_schema_is_refused(directory: Path, version: Any) -> None:
     rewritten(directory / RECORD, lambda data: {**data, "schema_version": version})
     refused(directory, r"schema_version is .* reads 2; a newer one may have written it")
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize(
+    "change", [{"target_length": 64}, {"encoding": {"name": "linear", "factor": 8.0}}], ids=str
+)
+def test_a_record_that_disagrees_with_the_config_next_to_it_is_refused(
+    directory: Path, change: dict[str, Any]
+) -> None:
+    rewritten(directory / RECORD, lambda data: {**data, **change})
+    refused(
+        directory, rf"says that {next(iter(change))} is .*one of the two is not what was saved", by="load"
+    )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError, loss
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
+from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan
 from rope_extend.evaluation.answering import generate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
@@ -139,7 +139,7 @@ def test_evaluations_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     for run in (
         lambda: evaluate.evaluate(EvaluationConfig(model="nowhere", data="nowhere")),
-        lambda: retrieve.retrieve(RetrievalConfig(model="nowhere")),
+        lambda: evaluate.retrieve(RetrievalConfig(model="nowhere")),
     ):
         monkeypatch.setenv(name, "")
         with pytest.raises(RopeExtendError):
