@@ -147,7 +147,12 @@ class Patch:
         self._active = True
 
     def _give_own_config(self, base: Any) -> None:
-        """Give the model a copy of its config, because another model may have the same one."""
+        """Give the model a copy of its config, because another model may have the same one.
+
+        Not a decoder alone: the model that it is part of has the same one, and saves it.
+        """
+        if base.base_model is base:
+            return
         copies: dict[int, Any] = {}
         deepcopy(base.config, copies)
         for module in self.model.modules():

@@ -180,7 +180,7 @@ class AttentionHandler:
     def _key_positions(self, queries: Tensor, call: AttentionCall, columns: int, *, whole: bool) -> Tensor:
         """As `keys_of_call`; `whole` if the layer sees all tokens since the first."""
         new = queries.shape[1]
-        if columns == new:
+        if columns == new or _is_first_of_fixed_size(queries, call):
             return queries
         first = visible_to(call, 0, columns)  # the keys that the first query sees, [1 or batch, columns]
         layouts = [columns - new]  # how many keys are before it
@@ -212,6 +212,15 @@ class AttentionHandler:
             f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "
             f"have gaps, or do not begin at 0; use use_cache=False, or positions without gaps"
         )
+
+
+def _is_first_of_fixed_size(queries: Tensor, call: AttentionCall) -> bool:
+    """Whether a call is the first of a cache of fixed size, whose other slots are empty.
+
+    Then transformers gives sdpa no mask, because its causal attention counts from the first key.
+    """
+    alone = call.mask is None and call.implementation == "sdpa" and call.is_causal
+    return alone and queries.shape[1] > 1 and bool((queries[:, 0] == 0).all())
 
 
 def positions_of_call(call: AttentionCall) -> Any:

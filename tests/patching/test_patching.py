@@ -357,3 +357,12 @@ def test_a_patch_changes_the_config_of_its_own_model_only() -> None:
         assert all(module.config is config for module in model.modules() if hasattr(module, "config"))
     assert config.to_dict() == before
     assert config._attn_implementation == "eager"
+
+
+def test_a_patched_decoder_is_saved_by_the_model_around_it(tmp_path: Path) -> None:
+    model = llama()
+    with rx.extend(model.model, TARGET, "yarn"):
+        expected = logits(model)
+        model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
+    assert model.config.rope_parameters["rope_type"] == "default"
