@@ -52,7 +52,7 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     if target.exists() and not target.is_dir():
         raise RopeExtendError(f"cannot save to {target}: it is a file; give a directory")
-    present = _present(target)
+    present = checkpoint_files(target)
     if present and not overwrite:
         raise _in_use(target, f"a checkpoint ({present[0]})")
     try:
@@ -98,7 +98,7 @@ def how_to_restore(directory: Path) -> str:
     with suppress(OSError):
         backups = sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
         if backups:
-            new = ", ".join(path.name for path in _present(directory))
+            new = ", ".join(path.name for path in checkpoint_files(directory))
             remove = f"remove {new} from {directory} and " if new else ""
             return (
                 f"a save was killed, and left the earlier checkpoint in {backups[-1]}. To restore it, "
@@ -107,7 +107,7 @@ def how_to_restore(directory: Path) -> str:
     return ""
 
 
-def _present(directory: Path) -> list[Path]:
+def checkpoint_files(directory: Path) -> list[Path]:
     """The names of the files of a checkpoint in a directory, if there are any."""
     try:
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
@@ -184,7 +184,7 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
 
 def _replaced_by(new: list[Path], target: Path) -> set[Path]:
     """The names of all files in `target` that a checkpoint with the files `new` replaces."""
-    old = {name for name in (*_present(target), *new) if os.path.lexists(target / name)}
+    old = {name for name in (*checkpoint_files(target), *new) if os.path.lexists(target / name)}
     if any(_TOKENIZER_FILES.fullmatch(name.as_posix()) for name in new):
         old |= set(_present_tokenizer(target))
     if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint

@@ -14,7 +14,6 @@ import gzip
 import io
 import itertools
 import json
-import logging
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,6 @@ from typing import Any
 
 from rope_extend.data.bundled import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
-
-logger = logging.getLogger(__name__)
 
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".log",
@@ -40,8 +37,8 @@ _SUFFIXES = _TEXT_SUFFIXES | _TABLES.keys()
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _CHATS = ("messages", "conversations")
 """Usual names of the column of a chat."""
-_STRAY = 0.01
-"""A text file may have this share of bytes that are not UTF-8; they are replaced, with a warning."""
+_ZEROS = 0.01
+"""A text file may have this share of zero bytes, as a log after a crash has; more are UTF-16 or no text."""
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
 _BUNDLED: dict[str | Path, Callable[[], list[Path]]] = {
@@ -139,7 +136,7 @@ def _kind(path: Path) -> str:
 
 
 @contextmanager
-def _opened(path: Path, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
+def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
     """The decoded text of a file, compressed or not; line ends are kept as a table needs them.
 
     Raises:
@@ -153,9 +150,9 @@ def _opened(path: Path, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
             start = file.read(4)
             file.seek(0)
             encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
-            yield io.TextIOWrapper(file, encoding, errors, newline="")
+            yield io.TextIOWrapper(file, encoding, newline="")
     except UnicodeDecodeError as error:
-        raise _no_text(path, f"byte {error.object[error.start]:#x} at position {error.start}") from error
+        raise _no_text(path, f"{error.object[max(0, error.start - 16) : error.start + 8]!r}") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise RopeExtendError(f"cannot read {str(path)!r}: {error}") from error
 
@@ -163,21 +160,17 @@ def _opened(path: Path, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
 def _no_text(path: Path, found: str) -> RopeExtendError:
     return RopeExtendError(
         f"{str(path)!r} is no text in UTF-8: it holds {found}. Convert text of another encoding, such as by "
-        f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}, and extract text from other formats"
+        f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}; drop damaged bytes "
+        "by iconv -c -f UTF-8 -t UTF-8; and extract text from other formats"
     )
 
 
 def _read_file(path: Path) -> str:
     """The text of a file that is one document, with line ends as `\n`."""
-    with _opened(path, errors="replace") as file:
+    with _opened(path) as file:
         text = file.read().replace("\r\n", "\n").replace("\r", "\n")
-    limit = _STRAY * len(text)
-    if (zeros := text.count("\0")) > limit:
+    if (zeros := text.count("\0")) > _ZEROS * len(text):
         raise _no_text(path, f"{zeros:,} zero bytes")
-    if stray := text.count("\ufffd"):
-        if stray > limit:
-            raise _no_text(path, f"{stray:,} other bytes")
-        logger.warning("%s: %d bytes are not UTF-8, and each was replaced by U+FFFD", path, stray)
     return text
 
 
@@ -190,11 +183,15 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
         table = _load(path, kind, split="train", data_files=[glob.escape(str(path))], streaming=True)
         yield from _rows(table, column, path, kind)
         return
+    number = 1
     with _opened(path) as file:
         try:
             if kind == "csv":
                 csv.field_size_limit(2**31 - 1)  # a document is longer than the default limit
-                yield from csv.DictReader(file, dialect="excel-tab" if ".tsv" in path.suffixes else "excel")
+                dialect = "excel-tab" if _suffixes(path)[0] == ".tsv" else "excel"
+                for row in csv.DictReader(file, dialect=dialect, strict=True):
+                    number += 1
+                    yield row
                 return
             lines: Iterable[str] = file
             if _suffixes(path)[0] == ".json":
@@ -203,11 +200,15 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
                     yield from json.loads(whole)
                     return
                 lines = whole.split("\n")
-            yield from map(json.loads, filter(str.strip, lines))
-        except (ValueError, csv.Error) as error:
+            for number, line in enumerate(lines, start=1):  # noqa: B007 - an error names it
+                if line.strip():
+                    yield json.loads(line)
+        except (ValueError, RecursionError, csv.Error) as error:
             if isinstance(error, UnicodeDecodeError):
                 raise
-            raise RopeExtendError(f"{str(path)!r} does not hold the rows of a table: {error}") from error
+            raise RopeExtendError(
+                f"{str(path)!r} does not hold the rows of a table: row {number}: {error}"
+            ) from error
 
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:
@@ -317,4 +318,12 @@ def _column(rows: Iterator[Mapping[str, Any]], column: str, source: object) -> I
         text = row.get(column) if isinstance(row, Mapping) else row
         if not isinstance(text, str | None):
             raise RopeExtendError(f"row {number} of {str(source)!r} holds no text in {column!r}: {text!r}")
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:  # JSON can write one half of a pair, which no tokenizer takes
+            half = error.object[error.start]
+            raise RopeExtendError(
+                f"row {number} of {str(source)!r} holds {half!r} in {column!r}, half of a surrogate pair, "
+                "which is no character; remove it, or leave out the row"
+            ) from error
         yield text or ""

@@ -129,7 +129,7 @@ def finetune(
             there is none; a path resumes from that checkpoint. On a CPU, the weights at the end are then bit
             for bit those of an uninterrupted run. A process that is killed, also while it saves, leaves
             earlier checkpoints intact.
-        overwrite: remove an earlier run from `recipe.output_dir`.
+        overwrite: remove an earlier run, or another checkpoint, from `recipe.output_dir`.
         limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:

@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
 
+from rope_extend.checkpoint.staging import checkpoint_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
@@ -47,7 +48,7 @@ MANIFEST_NAME = "manifest.json"
 _RUN_FILES = (
     "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors", "report",
 )  # fmt: skip
-"""The files of a run; `overwrite` removes these and nothing else."""
+"""The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
@@ -168,8 +169,11 @@ def starting_point(
         RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, the
             checkpoint is damaged or belongs to another run, or the recipe describes another run.
     """
-    present = [name for name in _RUN_FILES if (directory / name).exists()]
-    held = f"{directory} already holds a run ({', '.join(present[:1])})"
+    finished = [
+        path.name for path in checkpoint_files(directory)
+    ]  # also another model: a run would replace it
+    present = [name for name in _RUN_FILES if (directory / name).exists()] + finished
+    held = f"{directory} already holds a run or a checkpoint ({', '.join(present[:1])})"
     if resume is not False and overwrite:
         raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
     if resume is False:
@@ -180,6 +184,11 @@ def starting_point(
         return None
     if resume is True:
         newest = newest_intact(directory)
+        if newest is None and finished:  # such as the adapter of a run whose checkpoints were deleted
+            raise RopeExtendError(
+                f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training "
+                "would start at step 0 and replace it; choose another output_dir, or use overwrite=True"
+            )
         if newest is None:  # killed before its first checkpoint, or before its directory was there
             logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
             return None
@@ -232,7 +241,8 @@ def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
     """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in _RUN_FILES if fresh else ():
+        finished = [path.name for path in checkpoint_files(directory)]
+        for name in {*_RUN_FILES, *finished} if fresh else ():
             path = directory / name
             if path.is_dir():
                 shutil.rmtree(path)

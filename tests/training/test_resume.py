@@ -27,7 +27,7 @@ from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
 from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
-from rope_extend.training.resume import RunState, check_continues
+from rope_extend.training.resume import RunState, check_continues, prepare_directory, starting_point
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
     shutil.copytree(finished, recipe.output_dir)
     files = files_below(recipe.output_dir)
     with pytest.raises(
-        RopeExtendError, match=r"already holds a run \(recipe\.yaml\); resume=True continues it, overwrite="
+        RopeExtendError, match=r"already holds a run .*\(recipe\.yaml\); resume=True continues it, overwrite="
     ):
         finetune(recipe)
     assert files == files_below(recipe.output_dir)
@@ -354,6 +354,28 @@ def test_a_job_that_is_queued_again_always_passes_resume(
     finetune(recipe, resume=True)
     assert f"there is no checkpoint in {recipe.output_dir} to resume from; the run" in caplog.text
     assert_same(weights(recipe.output_dir), weights(finished))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_weights_without_steps_are_not_trained_over(recipe: Recipe, name: str) -> None:
+    """Another model, or the adapter of a run whose checkpoints were deleted to save space."""
+    directory = Path(recipe.output_dir)
+    directory.mkdir(parents=True)
+    (directory / name).write_text("weeks of work")
+    with pytest.raises(RopeExtendError, match=f"already holds .*{name}.*overwrite=True"):
+        finetune(recipe)
+    with pytest.raises(RopeExtendError, match=f"nothing to resume: .* holds {name}, .*overwrite=True"):
+        finetune(recipe, resume=True)
+    assert (directory / name).read_text() == "weeks of work"
+
+
+def test_overwrite_leaves_nothing_that_stops_a_job_that_is_queued_again(
+    recipe: Recipe, finished: Path
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    prepare_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
+    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None
 
 
 @pytest.mark.usefixtures("no_weights")
