@@ -9,28 +9,32 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("results.md", "training_free.md", "alternatives.md")
-"""Pages with a table of perplexities, each with its controls."""
+SECTIONS = (
+    ("results.md", "Without training"),
+    ("training_free.md", "What they reach"),
+    ("results.md", "Encodings instead of RoPE"),
+)
+"""Pages and their sections that begin with a table of perplexities, each with its controls."""
 
 
 def measured(name: str) -> str:
     """The tables of a method: the controls, and its own rows; without a row, a sentence that says so."""
     parts = []
-    for page in PAGES:
-        title, head, rule, rows = first_table((DOCS / page).read_text(encoding="utf-8"))
+    for page, section in SECTIONS:
+        title, head, rule, rows = first_table((DOCS / page).read_text(encoding="utf-8"), section)
         ours = [row for row in rows if re.search(rf"\b{name}\b", label(row)) and not is_control(row)]
         if ours or name == "none":
             table = [head, rule, *(row for row in rows if is_control(row)), *ours]
-            parts.append(f"Perplexity, from [{title}](../{page}):\n\n" + "\n".join(table))
+            anchor = section.lower().replace(" ", "-")
+            parts.append(f"Perplexity, from [{title}](../{page}#{anchor}):\n\n" + "\n".join(table))
     return "\n\n".join(parts) or "It has no row in the tables of perplexities yet."
 
 
-def first_table(text: str) -> tuple[str, str, str, list[str]]:
-    """The headings above the first table whose first column has no name, then its heading, rule and rows."""
-    found = re.search(r"^\|\s+\|.*\n(?:\|.*\n)+", text, re.MULTILINE)
-    assert found is not None, "the page has no table whose first column has no name"
-    above = re.findall(r"^(#+) (.*)$", text[: found.start()], re.MULTILINE)
-    title = ": ".join(dict.fromkeys([above[0][1], above[-1][1]]))
+def first_table(text: str, section: str) -> tuple[str, str, str, list[str]]:
+    """The titles of page and section; heading, rule and rows of the first table without a first name."""
+    found = re.search(r"^\|\s+\|.*\n(?:\|.*\n)+", text[text.index(f"\n## {section}\n") :], re.MULTILINE)
+    assert found is not None, "the section has no table whose first column has no name"
+    title = f"{text.removeprefix('# ').splitlines()[0]}: {section}"
     head, rule, *rows = found[0].splitlines()
     return title, head, rule, rows
 

@@ -57,8 +57,8 @@ Use it: {use}
 
 <!-- measured -->
 
-[results.md](../results.md), [training_free.md](../training_free.md) and
-[alternatives.md](../alternatives.md) have what was measured, with the controls.
+[results.md](../results.md) and [training_free.md](../training_free.md) have what was measured, with
+the controls.
 
 ## Source
 

@@ -60,7 +60,9 @@ def perplexity(
     `prefix` measures the first N tokens of a document, for each length N, in one forward; an encoding whose
     tables depend on the length gets one forward for each group of lengths with equal tables. `cropped` is its
     control: the same targets, but the model sees `window` tokens at a time, in windows that start
-    `window // 2` apart. The others are those of published programs: docs/protocols.md, `PROTOCOLS`.
+    `window // 2` apart. The others are those of published programs: `sliding`,
+    `sliding-window-mean`, `all-overlapping`, `last-k`, `disjoint` and `disjoint-second-half`, on the page
+    docs/measuring.md.
 
     Args:
         model: a causal language model, patched or not, with or without PEFT; it is unchanged afterwards.

@@ -23,20 +23,22 @@ from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record, write_record
 
-IDS = torch.arange(80).remainder(61)[None]
+IDS = torch.arange(TARGET).remainder(61)[None]
 RECORD, WEIGHTS, INDEX = RECORD_NAME, "model.safetensors", "model.safetensors.index.json"
 KINDS = ("full", "sharded", "adapter")
 
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
+    """At every position up to the target length."""
+    return model.eval()(IDS).logits.float()
 
 
-def with_lora(model: Any) -> Any:
+def with_lora(model: Any, adapter_name: str = "default") -> Any:
+    """Put an adapter with random weights on a model."""
     torch.manual_seed(1)
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return get_peft_model(model, config).eval()
+    return get_peft_model(model, config, adapter_name).eval()
 
 
 def extended(method: str = "yarn", model: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import yaml
 from cases import TARGET, TRAINED, llama
 from covering import few
-from peft import LoraConfig, get_peft_model
+from integrity import logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +27,6 @@ from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 
-IDS = torch.arange(TARGET).remainder(61)[None]
 METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 8.0},
     "linear": {"factor": 8.0},
@@ -36,11 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic_ntk": {"factor": 8.0},
     "xpos": {},
 }
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(IDS).logits.float()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -54,9 +49,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     llama().save_pretrained("base")
     model = AutoModelForCausalLM.from_pretrained("base")
     rx.patch_model(model, rx.encoding(request.param, **METHODS[request.param]), target_length=TARGET)
-    torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return rx.save(get_peft_model(model, config), "run")
+    return rx.save(with_lora(model), "run")
 
 
 def test_python_lines_run_as_they_stand_and_read_with_the_encoding(run: Path) -> None:
@@ -109,8 +102,7 @@ def test_front_matter_names_a_base_of_the_hub_and_no_license(run: Path) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["rope_extend", "long-context", "yarn", "lora"],
     }
-    record = read_record(run)
-    write_record(run, type(record)(**{**vars(record), "base_model": "some-org/Model-7B"}))
+    write_record(run, replace(read_record(run), base_model="some-org/Model-7B"))
     assert front()["base_model"] == "some-org/Model-7B"
     text = model_card(run)
     assert "rx.load_adapter" in text  # the base model is not available to find stock settings
@@ -140,18 +132,8 @@ def results(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
 def test_results_bring_the_table_and_the_picture(run: Path, results: Path) -> None:
     assert "Not measured yet" in model_card(run)
-    main(
-        [
-            "card",
-            str(run),
-            "--results",
-            str(results / "results.jsonl"),
-            "--data",
-            "books",
-            "--name",
-            "org/name",
-        ]
-    )
+    measured = str(results / "results.jsonl")
+    main(["card", str(run), "--results", measured, "--data", "books", "--name", "org/name"])
     text = (run / CARD_NAME).read_text()
     assert "| yarn + LoRA | " in text
     assert "4.25" in text
@@ -219,9 +201,7 @@ def adapter(tmp_path: Path) -> Path:
     llama().save_pretrained(tmp_path / "clients" / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "clients" / "base")
     rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET)
-    return rx.save(
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), tmp_path / "run"
-    )
+    return rx.save(with_lora(model), tmp_path / "run")
 
 
 def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:

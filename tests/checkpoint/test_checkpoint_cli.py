@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cases import TARGET, llama
-from peft import LoraConfig, get_peft_model
+from integrity import with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -23,14 +23,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(where / "base")
     rx.extend(model, TARGET)
     rx.save(model, where / "full")
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    rx.save(get_peft_model(model, config), where / "adapter")
-    for name, source in (
-        ("flipped", "full"),
-        ("cut", "adapter"),
-        ("unrecorded", "adapter"),
-        ("newer", "adapter"),
-    ):
+    rx.save(with_lora(model), where / "adapter")
+    copies = {"flipped": "full", "cut": "adapter", "unrecorded": "adapter", "newer": "adapter"}
+    for name, source in copies.items():
         shutil.copytree(where / source, where / name)
     weights = bytearray((where / "flipped" / "model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -64,12 +59,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge cut --output x", "adapter_model.safetensors is truncated or damaged"),
         ("merge unrecorded --output x", "no rope_extend.json in unrecorded"),
         ("merge newer --output x", "a newer one may have written it"),
-        ("export", "needs a checkpoint's directory and --output"),
-        ("export full", "needs a checkpoint's directory and --output"),
+        ("export", "needs a checkpoint's directory, and --output or --support"),
+        ("export full", "needs a checkpoint's directory, and --output or --support"),
         ("export full --to ollama --output x", "got 'ollama'"),
         ("export full --to llama.cpp --output x", "convert the weights with its convert_hf_to_gguf.py"),
         ("export full --to llama.cpp --output x --gguf nothing.gguf", "cannot read nothing.gguf as GGUF"),
-        ("export full --to llama.cpp --output x --gguf some.gguf", "cannot read some.gguf as GGUF"),
+        ("export full --to llama.cpp --output x --gguf some.gguf", "some.gguf as GGUF"),
         ("export full --to vllm --output x --gguf some.gguf", "--gguf is for llama.cpp"),
         ("export full --output full --overwrite", "is the checkpoint itself"),
         ("export full --output adapter", "adapter already holds a checkpoint"),
@@ -79,6 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("verify file", "no rope_extend.json in file"),
         ("verify base", "no rope_extend.json in base"),
         ("verify flipped", "is not what was saved"),
+        ("verify full --tolerance 0", "must be above 0"),
         ("verify full --tolerance -1", "must be above 0"),
         ("verify full --tolerance much", "must be above 0"),
         ("verify full --length 1q", "not a length in tokens"),

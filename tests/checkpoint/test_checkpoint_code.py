@@ -23,36 +23,28 @@ from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.write import export
 from rope_extend.cli.main import main
 
+KEY = "trust_remote_code"
+
 
 def test_trust_remote_code_is_never_true() -> None:
     """In the source, every argument, key and default of that name is False."""
-    root = Path(rx.__file__).parents[1]
-    said = 0
-    for path in sorted(
-        [
-            path
-            for name in ("rope_extend", "patches", "scripts", "tools")
-            for path in root.glob(f"{name}/**/*.py")
-        ]
-    ):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            values: list[Any] = []
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-                values = [node.value]
-            elif isinstance(node, ast.Assign):
-                values = [node.value for t in node.targets if "trust_remote_code" in ast.unparse(t)]
-            elif isinstance(node, ast.Dict):
-                keyed = zip(node.keys, node.values, strict=True)
-                values = [
-                    v for k, v in keyed if isinstance(k, ast.Constant) and k.value == "trust_remote_code"
-                ]
-            elif isinstance(node, ast.Name | ast.arg):
-                name = node.id if isinstance(node, ast.Name) else node.arg
-                assert "remote_code" not in name, f"{path}:{node.lineno}"
-            said += len(values)
-            for value in values:
-                assert isinstance(value, ast.Constant), f"{path}:{value.lineno}"
-                assert value.value is False, f"{path}:{value.lineno}"
+    root, said = Path(rx.__file__).parents[1], 0
+    for name in ("rope_extend", "patches", "scripts", "tools"):
+        for path in sorted(root.glob(f"{name}/**/*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                values: list[Any] = []
+                if isinstance(node, ast.keyword) and node.arg == KEY:
+                    values = [node.value]
+                elif isinstance(node, ast.Assign):
+                    values = [node.value for target in node.targets if KEY in ast.unparse(target)]
+                elif isinstance(node, ast.Dict):
+                    keyed = zip(node.keys, node.values, strict=True)
+                    values = [value for key, value in keyed if getattr(key, "value", None) == KEY]
+                elif isinstance(node, ast.Name | ast.arg):
+                    assert "remote_code" not in ast.unparse(node), f"{path}:{node.lineno}"
+                for value in values:
+                    said += 1
+                    assert ast.unparse(value) == "False", f"{path}:{value.lineno}"
     assert said >= 2
 
 

@@ -37,19 +37,15 @@ from rope_extend.checkpoint.record import read_record, seal
 
 
 @each()
-@pytest.mark.parametrize("keep", [0, 7, 8, 100, 0.5, -1], ids=str)
-def test_a_truncated_file_is_refused(directory: Path, keep: float) -> None:
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, 0.5, -1, None], ids=str)
+def test_a_file_of_another_length_is_refused(directory: Path, keep: float | None) -> None:
     path = weights_of(directory)
     data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep)] if 0 < keep < 1 else data[: int(keep)])
+    if keep is None:
+        path.write_bytes(data + b"\0" * 8)
+    else:
+        path.write_bytes(data[: int(len(data) * keep)] if 0 < keep < 1 else data[: int(keep)])
     refused(directory, rf"{path.name} is truncated or damaged")
-
-
-@each()
-def test_bytes_behind_the_end_are_refused(directory: Path) -> None:
-    with weights_of(directory).open("ab") as file:
-        file.write(b"\0" * 8)
-    refused(directory, "is truncated or damaged")
 
 
 @each()

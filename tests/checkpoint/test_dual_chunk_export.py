@@ -23,6 +23,8 @@ from rope_extend.encodings import DualChunk
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
 METHOD = rx.encoding("dual_chunk", chunk=16, local=5)
+SELF_EXTEND = rx.encoding("self_extend", group=4, window=8)
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 KEY = "dual_chunk_attention_config"
 
 
@@ -93,31 +95,27 @@ def test_an_export_is_compared_within_a_chunk(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("to", "method", "model_type", "reason"),
+    ("to", "method", "model_type", "config", "reason"),
     [
-        ("sglang", METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3_moe only"),
-        ("sglang", rx.encoding("self_extend", group=4, window=8), "qwen2", r"distant pairs .* another way"),
-        ("vllm", METHOD, "qwen2", r"distant pairs .* another way .*can be exported to sglang"),
-        ("llama.cpp", METHOD, "qwen2", r"distant pairs .* another way"),
-        ("transformers", METHOD, "qwen2", r"distant pairs .* another way"),
+        ("sglang", METHOD, "llama", {}, rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3_moe only"),
+        ("sglang", SELF_EXTEND, "qwen2", {}, r"distant pairs .* another way"),
+        ("sglang", METHOD, "qwen2", SLIDING, r"layers with a sliding window, where sglang would apply"),
+        ("vllm", METHOD, "qwen2", {}, r"distant pairs .* another way .*can be exported to sglang"),
+        ("llama.cpp", METHOD, "qwen2", {}, r"distant pairs .* another way"),
+        ("transformers", METHOD, "qwen2", {}, r"distant pairs .* another way"),
     ],
 )
 def test_the_key_is_written_only_where_it_is_read(
-    to: str, method: Any, model_type: str, reason: str, tmp_path: Path
+    to: str, method: Any, model_type: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    found = support(method, SHAPE, to, model_type, target_length=TARGET)
-    assert found.verdict == (PLUGIN if to == "transformers" else IMPOSSIBLE)
-    directory = saved(tmp_path / "saved", method, model_type)
-    with pytest.raises(RopeExtendError, match=rf"cannot be exported to {to}: .*{reason}"):
+    if not config:
+        found = support(method, SHAPE, to, model_type, target_length=TARGET)
+        assert found.verdict == (PLUGIN if to == "transformers" else IMPOSSIBLE)
+    directory = saved(tmp_path / "saved", method, model_type, **config)
+    with pytest.raises(
+        RopeExtendError, match=reason if config else rf"cannot be exported to {to}: .*{reason}"
+    ):
         export(directory, tmp_path / "out", to)
-    assert not (tmp_path / "out").exists()
-
-
-def test_layers_with_a_sliding_window_are_refused(tmp_path: Path) -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    directory = saved(tmp_path / "sliding", **sliding)
-    with pytest.raises(RopeExtendError, match=r"layers with a sliding window, where sglang would apply"):
-        export(directory, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
 
 

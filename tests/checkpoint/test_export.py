@@ -13,8 +13,7 @@ import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
 from covering import few
-from integrity import contents
-from peft import LoraConfig, get_peft_model
+from integrity import contents, logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,12 +40,6 @@ ROWS = {str(case): case for case in ENCODINGS}
 FAMILY = {case.model_type: case for case in FAMILIES}
 NAMED = ["llama", "qwen3", "gpt_neox", "gemma2", "phi3", "glm"]
 """One family of each shape: plain, normed, partial, soft-capped, with a strict config, with neighbours."""
-IDS = torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
 
 
 def saved(directory: Path, case: EncodingCase, model_type: str = "llama") -> tuple[Path, torch.Tensor]:
@@ -90,13 +83,6 @@ def test_verdicts_are_those_of_the_sources(
         for each in found:
             assert each.possible == (each.verdict in (NATIVE, FACTORS))
             assert each.reason
-
-
-def test_what_stock_reloads_all_targets_compute() -> None:
-    for case in ENCODINGS:
-        encoding = case.build(SHAPE)
-        if case.reloads and not encoding.depends_on_length:
-            assert all(support(encoding, SHAPE, to).possible for to in TARGETS), str(case)
 
 
 def test_what_servers_multiply_is_given_undivided() -> None:
@@ -250,31 +236,6 @@ def test_what_servers_read_means_the_same_in_transformers(tmp_path: Path, name: 
         check_export(tmp_path / model_type, ROWS[name], model_type, to)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["ntk_by_parts", "p_rope"])
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_no_family_is_exported_to_something_else(tmp_path: Path, family: FamilyCase, name: str) -> None:
-    """In every family, the export computes the original's logits, or is refused with a reason.
-
-    `test_merge.py` exports a merge in every family, with another method.
-    """
-    if not family.auto_reloads:
-        pytest.skip("AutoModelForCausalLM does not load it")
-    directory, expected = saved(tmp_path / "saved", ROWS[name], family.model_type)
-    try:
-        export(directory, tmp_path / "out", verify=False)
-    except RopeExtendError as error:
-        refusal = str(error)
-    else:
-        refusal = ""
-    if refusal:
-        assert "cannot be exported" in refusal
-        assert not (tmp_path / "out").exists()
-        return
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert_same_but_rounding(logits(stock), expected)
-
-
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["p_rope"])
     (directory / "tokenizer.json").write_text("{}")
@@ -368,8 +329,7 @@ def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
     tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rx.extend(model, TARGET, "ntk_by_parts")
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(model, config).eval()
+    model = with_lora(model)
     expected = logits(model)
     for source, name in ((save(model, tmp_path / "adapter"), "of-directory"), (model, "of-model")):
         output = rx.export(source, tmp_path / name, verify=False)

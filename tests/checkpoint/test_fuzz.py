@@ -17,7 +17,7 @@ import torch
 from covering import few
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from integrity import with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -75,9 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rx.save(model, where / name, max_shard_size="2KB" if name == "sharded" else None)
     model = AutoModelForCausalLM.from_pretrained(where / "base")
     rx.extend(model, 64)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    torch.manual_seed(1)
-    rx.save(get_peft_model(model, config), where / "adapter")
+    rx.save(with_lora(model), where / "adapter")
     return where
 
 
@@ -143,7 +141,7 @@ HUGE = st.sampled_from([2**31, 2**63, 10**30, -(10**30), 1e308])
 
 
 def places(data: Any) -> list[tuple[Any, Any]]:
-    """Every container in a JSON value, with every key or index in it."""
+    """Each container in a JSON value, with every key or index in it."""
     found: list[tuple[Any, Any]] = []
     if isinstance(data, dict | list):
         for key in data if isinstance(data, dict) else range(len(data)):

@@ -14,7 +14,7 @@ import torch
 from cases import ENCODINGS, FACTOR, TARGET, TRAINED, EncodingCase, FamilyCase, divisors, llama, tiny_model
 from cases import plain as plain_table
 from gguf_writer import converted
-from peft import LoraConfig, get_peft_model
+from integrity import with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -217,8 +217,7 @@ def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     source = converted(model, tmp_path / "base.gguf")
     with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
-        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-        wrapped = get_peft_model(model, lora).eval()
+        wrapped = with_lora(model)
         adapter = save(wrapped, tmp_path / "adapter")
         for each in (adapter, wrapped):
             with pytest.raises(
@@ -311,34 +310,36 @@ def compared(path: Path, case: EncodingCase, model_type: str = "llama", **config
     return gaps[0], gaps[1]
 
 
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("case", CARRIED, ids=str)
-def test_llama_cpp_reads_as_we_do(tmp_path: Path, case: EncodingCase) -> None:
-    """Logits at all positions of a text eight times as long as the trained window."""
-    gap, alone = compared(tmp_path, case)
-    assert gap < 1e-3
-    if str(case) in ("none", "linear", "ntk", "abf", "yarn"):
-        assert alone < 1e-3
-    elif case.name != "llama3":  # for which the converter writes the same tensor
-        assert alone > 0.1  # the converter alone is wrong
+WIDE = {"head_dim": 16}
+PHI3 = {"original_max_position_embeddings": TRAINED, "pad_token_id": 0}
 
 
 @pytest.mark.slow
 @needs_llama_cpp
 @pytest.mark.parametrize(
-    "case", [ROWS[name] for name in ("linear", "ntk", "yarn", "yarn-attention")], ids=str
+    ("case", "model_type", "config"),
+    [
+        *((case, "llama", {}) for case in CARRIED),
+        *((ROWS[name], "qwen3", WIDE) for name in ("linear", "ntk", "yarn", "yarn-attention")),
+        *((ROWS[name], "phi3", PHI3) for name in ("yarn-options", "ntk_by_parts", "p_rope")),
+    ],
+    ids=str,
 )
-def test_llama_cpp_reads_the_simple_forms_without_a_table(tmp_path: Path, case: EncodingCase) -> None:
-    assert compared(tmp_path, case, "qwen3", head_dim=16)[0] < 1e-3
+def test_llama_cpp_reads_as_we_do(
+    tmp_path: Path, case: EncodingCase, model_type: str, config: dict[str, Any]
+) -> None:
+    """Logits at all positions of a text eight times as long as the trained window.
 
-
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("case", [ROWS[name] for name in ("yarn-options", "ntk_by_parts", "p_rope")], ids=str)
-def test_llama_cpp_reads_two_lists_where_it_reads_no_other(tmp_path: Path, case: EncodingCase) -> None:
-    config = {"original_max_position_embeddings": TRAINED, "pad_token_id": 0}
-    assert compared(tmp_path, case, "phi3", **config)[0] < 1e-3
+    llama.cpp reads a table for Llama, no table for Qwen 3, and two lists for Phi-3.
+    """
+    gap, alone = compared(tmp_path, case, model_type, **config)
+    assert gap < 1e-3
+    if model_type != "llama":
+        return
+    if str(case) in ("none", "linear", "ntk", "abf", "yarn"):
+        assert alone < 1e-3
+    elif case.name != "llama3":  # for which the converter writes the same tensor
+        assert alone > 0.1  # the converter alone is wrong
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import TARGET, TRAINED, llama
 from gguf_writer import converted, gguf
-from peft import LoraConfig, get_peft_model
+from integrity import logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,12 +28,6 @@ from rope_extend.models.loading import pretrained
 from rope_extend.training.finetune import Recipe, finetune, plan
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
-IDS = torch.arange(TARGET).remainder(61)[None]
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model.eval()(IDS).logits.float()
 
 
 @pytest.fixture
@@ -43,9 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     converted(llama().bfloat16().float(), Path("model.gguf"))
     model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
     rx.extend(model, TARGET, "yarn")
-    torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return rx.save(get_peft_model(model, config), "run")
+    return rx.save(with_lora(model), "run")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -148,7 +140,7 @@ def test_a_merge_says_how_to_get_a_base_that_it_takes(
     converted(llama(), Path("my model.gguf"))
     model = pretrained(AutoModelForCausalLM, "my model.gguf", dtype=torch.float32)
     rx.extend(model, TARGET, "yarn")
-    rx.save(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2)), "my run")
+    rx.save(with_lora(model), "my run")
     rx.convert("my model.gguf", "rounded", dtype=torch.float16)
     advice = "rope-extend convert 'my model.gguf' --output DIRECTORY, and give it as --base-model"
     for base in ([], ["--base-model", "rounded"]):

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import pytest
 import torch
 import yaml
 from cases import TARGET, llama
-from integrity import with_lora
+from integrity import logits, with_lora
 from peft import AutoPeftModelForCausalLM
-from test_merge import logits
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -84,16 +84,6 @@ def test_full_checkpoints_hold_no_local_path(
         rx.load(tmp_path / name)
 
 
-def test_an_export_of_an_earlier_checkpoint_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
-    """Earlier versions recorded it."""
-    rx.save(loaded(clients / "base"), clients / "full")
-    data = json.loads((clients / "full" / "rope_extend.json").read_text())
-    data["base_model"] = str(clients / "base")
-    (clients / "full" / "rope_extend.json").write_text(json.dumps(data))
-    export(clients / "full", tmp_path / "exported", verify=False)
-    assert named(tmp_path / "exported") == {}
-
-
 def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
     clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,18 +94,13 @@ def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
     caplog.clear()
     # Both may be edited, and both loaders then follow them.
     monkeypatch.chdir(clients)
-    write_record(adapter, rx_record_with(adapter, "base"))
+    write_record(adapter, replace(read_record(adapter), base_model="base"))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "base"}))
     assert named(adapter) == {}
     expected_logits = logits(with_lora(loaded("base")))
     assert torch.equal(logits(rx.load(adapter)), expected_logits)
     AutoPeftModelForCausalLM.from_pretrained(adapter)
-
-
-def rx_record_with(adapter: Path, base_model: str) -> Any:
-    record = read_record(adapter)
-    return type(record)(**{**vars(record), "base_model": base_model})
 
 
 @pytest.mark.parametrize("relative", [False, True])

@@ -13,38 +13,27 @@ import pytest
 import torch
 from cases import (
     COMMON,
-    ENCODINGS,
     FAMILIES,
     TARGET,
     TRAINED,
-    EncodingCase,
     FamilyCase,
     llama,
-    tiny_llama,
     tiny_model,
 )
 from covering import few
-from integrity import contents
+from integrity import contents, logits, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
-from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main
-from rope_extend.models.view import shape_of
 from rope_extend.training.lora import lora_config
 
-IDS = torch.arange(160).remainder(61)[None]
 BY_NAME = {case.model_type: case for case in FAMILIES}
 TARGETS = {"gpt_neox": ["query_key_value", "dense_h_to_4h"]}
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits.float()
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -135,71 +124,33 @@ def test_the_product_is_lora_s_formula(tmp_path: Path) -> None:
         torch.testing.assert_close(found[f"{path}.weight"].double(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"]], ids=str)
-def test_one_half_of_tied_embeddings_is_untied(tmp_path: Path, targets: list[str]) -> None:
-    """peft's merge would change both tied matrices; the adapter changes one."""
-    live = adapted(llama(tie_word_embeddings=True), tmp_path, target_modules=targets)
-    rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not stock.config.tie_word_embeddings
-    assert_same_but_rounding(logits(stock), logits(live))
-
-
-@pytest.mark.parametrize("targets", [["q_proj"], ["lm_head", "embed_tokens"]], ids=str)
-def test_two_heads_under_a_config_that_ties_them_stay_two(tmp_path: Path, targets: list[str]) -> None:
-    """transformers loads such files untied, so the adapter was trained on two matrices."""
-    untied = llama()
-    untied.config.tie_word_embeddings = True
-    live = adapted(untied, tmp_path, target_modules=targets)
-    assert weights(tmp_path / "base").keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
-    rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not stock.config.tie_word_embeddings
-    assert_same_but_rounding(logits(stock), logits(live))
-
-
-def test_one_matrix_that_is_stored_twice_stays_tied(tmp_path: Path) -> None:
-    live = adapted(llama(tie_word_embeddings=True), tmp_path)
-    file = tmp_path / "base" / "model.safetensors"
-    stored = load_file(file)
-    twice = {**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}
-    save_file(twice, file, {"format": "pt"})
-    rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert stock.config.tie_word_embeddings
-    assert stock.lm_head.weight is stock.model.embed_tokens.weight
-    assert_same_but_rounding(logits(stock), logits(live))
-
-
-SOME = ("linear", "yarn", "ntk", "llama3", "ntk_by_parts", "clipped", "dynamic_ntk")
-MATRIX = [("llama", case) for case in ENCODINGS] + [
-    (family, case)
-    for family in ("qwen3", "gpt_neox", "gemma2", "mistral")
-    for case in ENCODINGS
-    if str(case) in SOME
-]
-# It allocates some weights on the CPU even for a model without weights.
-MATRIX += [("diffllama", case) for case in ENCODINGS if str(case) == "linear"]
-
-
-@pytest.mark.parametrize(("family", "case"), few(MATRIX, 11), ids=str)
-def test_a_merge_reads_in_stock_transformers_as_the_adapter_did(
-    tmp_path: Path, family: str, case: EncodingCase
+@pytest.mark.parametrize(
+    ("stored", "targets", "tied"),
+    [
+        ("one", ["embed_tokens"], False),  # peft's merge would change both, and the adapter changes one
+        ("one", ["lm_head"], False),
+        ("two", ["q_proj"], False),  # transformers loads two untied, so the adapter was trained on two
+        ("two", ["lm_head", "embed_tokens"], False),
+        ("one, twice", ["q_proj", "down_proj"], True),
+    ],
+    ids=str,
+)
+def test_embeddings_of_a_config_that_ties_them_are_tied_as_in_training(
+    tmp_path: Path, stored: str, targets: list[str], tied: bool
 ) -> None:
-    base = tiny_model(BY_NAME[family])
-    encoding = case.build(shape_of(base))
-    live = adapted(base, tmp_path, encoding=encoding)
-    expected = logits(live)
+    base = llama(tie_word_embeddings=stored != "two")
+    base.config.tie_word_embeddings = True
+    live = adapted(base, tmp_path, target_modules=targets)
+    found = weights(tmp_path / "base")
+    assert ("lm_head.weight" in found) == (stored == "two")
+    if stored == "one, twice":
+        twice = {**found, "lm_head.weight": found["model.embed_tokens.weight"].clone()}
+        save_file(twice, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    assert_same_but_rounding(logits(rx.load(tmp_path / "merged")), expected)
-    assert read_record(tmp_path / "merged").encoding == read_record(tmp_path / "adapter").encoding
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    # If stock transformers does not support the encoding, AutoModel returns our model; others cannot load it.
-    stock = case.reloads and (encoding.per_row or not encoding.depends_on_length)
-    assert (config["model_type"] == MODEL_TYPE) == (not stock)
-    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (rx.current_patch(auto) is None) == stock
-    assert_same_but_rounding(logits(auto), expected)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert stock.config.tie_word_embeddings == tied
+    assert (stock.lm_head.weight is stock.model.embed_tokens.weight) == tied
+    assert_same_but_rounding(logits(stock), logits(live))
 
 
 def test_a_guard_can_be_left_out(tmp_path: Path) -> None:
@@ -254,9 +205,7 @@ def adapter(work: Path, tmp_path: Path) -> Path:
     """An adapter on the tiny model with a tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(work / "model")
     rx.extend(model, TARGET)
-    torch.manual_seed(1)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    return rx.save(get_peft_model(model, config), tmp_path / "adapter")
+    return rx.save(with_lora(model), tmp_path / "adapter")
 
 
 def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path) -> None:
@@ -343,23 +292,6 @@ def test_the_base_model_of_an_adapter_is_not_overwritten(adapter: Path, tmp_path
     assert contents(base) == before
 
 
-def test_another_base_is_refused(adapter: Path, tmp_path: Path, work: Path) -> None:
-    other = AutoModelForCausalLM.from_pretrained(work / "model")
-    with torch.no_grad():
-        other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    other.save_pretrained(tmp_path / "other")
-    with pytest.raises(rx.RopeExtendError, match=r"was trained on .* has other weights"):
-        rx.merge(adapter, tmp_path / "merged", base_model=str(tmp_path / "other"))
-    with pytest.raises(rx.RopeExtendError, match="cannot find the base model 'no/such'"):
-        rx.merge(adapter, tmp_path / "merged", base_model="no/such")
-    # Without a fingerprint, only the shapes are compared.
-    write_record(adapter, replace(read_record(adapter), base_fingerprint=None))
-    tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "small")
-    with pytest.raises(rx.RopeExtendError, match="does not fit"):
-        rx.merge(adapter, tmp_path / "merged", base_model=str(tmp_path / "small"))
-    assert not (tmp_path / "merged").exists()
-
-
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     adapted(llama(), tmp_path, target_modules=["q_proj"])
     base = weights(tmp_path / "base")
@@ -404,13 +336,21 @@ def test_repeated_layers_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("yarn", marks=pytest.mark.slow), pytest.param("ntk_by_parts", marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("family", [case for case in FAMILIES if case.auto_reloads], ids=str)
-def test_every_family_is_merged_and_exported_or_says_why_not(tmp_path: Path, family: FamilyCase) -> None:
-    """With the default target modules of a recipe. An export computes the same logits, or is refused."""
+def test_every_family_is_merged_and_exported_or_says_why_not(
+    tmp_path: Path, family: FamilyCase, method: str
+) -> None:
+    """With the default target modules of a recipe, and a `rope_type` or a list of divisors in the export.
+
+    An export computes the same logits, or is refused.
+    """
     tiny_model(family).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    rx.extend(model, TARGET, "yarn")
+    rx.extend(model, TARGET, method)
     recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
     live = get_peft_model(model, lora_config(model, recipe)).eval()
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FAMILIES, TARGET, llama, tiny_model
-from peft import LoraConfig, get_peft_model
+from integrity import with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -179,9 +179,7 @@ def test_a_merge_is_compared_with_its_adapter(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rx.extend(model, TARGET)
-    torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    live = get_peft_model(model, config)
+    live = with_lora(model).train()
     adapter = rx.save(live, tmp_path / "adapter")
     merged = rx.merge(adapter, tmp_path / "merged")
     for reference in (adapter, live):
@@ -213,14 +211,9 @@ def test_a_window_of_a_million_tokens_takes_a_few_hundred(tmp_path: Path) -> Non
     assert rx.verify(tmp_path / "long", reference=original).verdict == "differs"
 
 
-def test_refusals(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+def test_a_reference_without_a_patch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rx.RopeExtendError, match="the reference carries no patch"):
-        rx.verify(directory, reference=llama())
-    with pytest.raises(rx.RopeExtendError, match="must be above 0"):
-        rx.verify(directory, tolerance=0)
-    with pytest.raises(rx.RopeExtendError, match="not a checkpoint of rope_extend"):
-        rx.verify(tmp_path)
+        rx.verify(saved(tmp_path / "full", factor=8.0), reference=llama())
 
 
 def test_a_process_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

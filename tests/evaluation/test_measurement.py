@@ -247,7 +247,7 @@ def test_losses_of_tokens_are_kept(work: Path, tmp_path: Path, monkeypatch: pyte
         assert numbers(row.result) == numbers(other.result)
         for ours, theirs in zip(row.result.losses[128], other.result.losses[128], strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    line = json.loads((tmp_path / CELLS).read_text().splitlines()[1])  # as docs/protocols.md says
+    line = json.loads((tmp_path / CELLS).read_text().splitlines()[1])  # as docs/measuring.md says
     losses = np.frombuffer(base64.b64decode(line["result"]["losses"]["128"]), "<f4")
     np.testing.assert_array_equal(losses, rows[0].result.losses[128][0])
 

@@ -265,7 +265,7 @@ def test_lengths_share_their_targets_only_if_the_settings_allow_it(name: str) ->
 
 def test_every_protocol_is_documented() -> None:
     text = protocol_help()
-    page = (Path(__file__).parents[2] / "docs" / "protocols.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
     for name, one in PROTOCOLS.items():
         assert name in text
         assert one.measures in text

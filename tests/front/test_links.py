@@ -25,7 +25,7 @@ KINDS = {
 
 def test_links_are_found() -> None:
     assert len(LINKS) >= 30
-    assert "docs/peers.md" in LINKS["https://github.com/dvlab-research/LongLoRA"]
+    assert "docs/choose.md" in LINKS["https://github.com/dvlab-research/LongLoRA"]
 
 
 def test_links_are_of_known_kinds() -> None:

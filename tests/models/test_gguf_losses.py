@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,63 +21,39 @@ from rope_extend.models.gguf_metadata import Metadata
 from rope_extend.models.gguf_scaling import llama3_of, rope_scaling
 from rope_extend.models.loading import pretrained
 
-
-@dataclass(frozen=True)
-class Dropped:
-    """A tiny model of a family, and the keys of its file besides the sizes."""
-
-    model_type: str
-    config: dict[str, Any]
-    keys: dict[str, Any]
-    norm_offset: float = 0.0
-
-    def __str__(self) -> str:
-        return self.model_type
-
-
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_implementation": "eager"}
 _GEMMA_KEYS = {
     "attention.key_length": 24, "attention.value_length": 24, "attention.sliding_window": 16,
     "attention.layer_norm_rms_epsilon": 1e-6,
 }  # fmt: skip
-CASES = [
-    Dropped(
-        "starcoder2",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "norm_epsilon": 1e-3},
-        {"rope.freq_base": 1e6, "attention.layer_norm_epsilon": 1e-3},
+EPSILON, RMS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+THETA = {"rope_type": "default", "rope_theta": 1e6}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "starcoder2": (
+        {"rope_parameters": THETA, "norm_epsilon": 1e-3},
+        {"rope.freq_base": 1e6, EPSILON: 1e-3},
     ),
-    Dropped(
-        "stablelm",
-        {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-            "layer_norm_eps": 1e-3,
-        },
-        {"rope.freq_base": 1e6, "attention.layer_norm_epsilon": 1e-3, "rope.dimension_count": 8},
+    "stablelm": (
+        {"rope_parameters": {**THETA, "partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-3},
+        {"rope.freq_base": 1e6, EPSILON: 1e-3, "rope.dimension_count": 8},
     ),
-    Dropped(
-        "nemotron",
+    "nemotron": (
         {"norm_eps": 1e-2},
-        {"rope.freq_base": 1e4, "attention.layer_norm_epsilon": 1e-2, "rope.dimension_count": 8},
-        norm_offset=1.0,
+        {"rope.freq_base": 1e4, EPSILON: 1e-2, "rope.dimension_count": 8},
     ),
-    Dropped(
-        "qwen3",
-        {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        {"attention.key_length": 24, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6},
+    "qwen3": (
+        {"head_dim": 24, "rope_parameters": THETA},
+        {"attention.key_length": 24, RMS: 1e-6, "rope.freq_base": 1e6},
     ),
-    Dropped(
-        "phi3",
+    "phi3": (
         {"sliding_window": 8, "pad_token_id": 0},
-        {"attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 8},
+        {RMS: 1e-5, "attention.sliding_window": 8},
     ),
-    Dropped(
-        "gemma2",
+    "gemma2": (
         {**_GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
         {**_GEMMA_KEYS, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
-        norm_offset=1.0,
     ),
-    Dropped(
-        "gemma3_text",
+    "gemma3_text": (
         {
             **_GEMMA,
             "rope_parameters": {
@@ -90,21 +64,21 @@ CASES = [
             "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         },
         {
-            **_GEMMA_KEYS,
-            "rope.freq_base": 5e5,
-            "rope.freq_base_swa": 2e4,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
+            **_GEMMA_KEYS, "rope.freq_base": 5e5, "rope.freq_base_swa": 2e4,
+            "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
         },
-        norm_offset=1.0,
     ),
-]
+}  # fmt: skip
+"""The config of a tiny model by its family, and the keys of its file besides the sizes."""
+OFFSET = ("nemotron", "gemma2", "gemma3_text")
+"""Their files hold the weights of norms plus 1."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_model_is_that_of_the_file(case: Dropped, tmp_path: Path) -> None:
-    model = tiny_model(FamilyCase(case.model_type, case.config))
-    path = of_family(model, tmp_path / "tiny.gguf", case.keys, norm_offset=case.norm_offset)
+@pytest.mark.parametrize("family", CASES)
+def test_the_model_is_that_of_the_file(family: str, tmp_path: Path) -> None:
+    config, keys = CASES[family]
+    model = tiny_model(FamilyCase(family, config))
+    path = of_family(model, tmp_path / "tiny.gguf", keys, norm_offset=float(family in OFFSET))
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
         found, expected = loaded(path)(ids).logits, model(ids).logits
@@ -235,23 +209,30 @@ _SIZES = {
 }  # fmt: skip
 
 
+WIDTHS = {"expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 160}
+
+
 @pytest.mark.parametrize(
-    ("arch", "layers", "width", "scalar"),
+    ("arch", "layers", "width", "keys", "expected"),
     [
-        ("gemma2", 46, 4608, 144),
-        ("gemma2", 42, 4608, 128),
-        ("gemma3", 62, 5376, 168),
-        ("gemma3", 48, 4096, 128),
+        # `query_pre_attn_scalar` of the 27B checkpoints is that of the hidden size.
+        ("gemma2", 46, 4608, {}, {"query_pre_attn_scalar": 144, "head_dim": 128}),
+        ("gemma2", 42, 4608, {}, {"query_pre_attn_scalar": 128, "head_dim": 128}),
+        ("gemma3", 62, 5376, {}, {"query_pre_attn_scalar": 168, "head_dim": 128}),
+        ("gemma3", 48, 4096, {}, {"query_pre_attn_scalar": 128, "head_dim": 128}),
+        (
+            "qwen2moe", 2, 256, WIDTHS,
+            {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
+        ),
     ],
-)
-def test_the_largest_gemmas_scale_attention_by_the_hidden_size(
-    arch: str, layers: int, width: int, scalar: int, tmp_path: Path
+)  # fmt: skip
+def test_sizes_that_a_file_says_by_other_keys_are_read(
+    arch: str, layers: int, width: int, keys: dict[str, int], expected: dict[str, int], tmp_path: Path
 ) -> None:
-    """`query_pre_attn_scalar` of the 27B checkpoints is 144 and 168, with heads of 128 channels."""
-    keys = {**_SIZES, "block_count": layers, "embedding_length": width, "vocab_size": 256}
-    path = without_weights(tmp_path / "gemma.gguf", arch, ("token_embd.weight",), **keys)
+    sizes = {**_SIZES, "block_count": layers, "embedding_length": width, "vocab_size": 256, **keys}
+    path = without_weights(tmp_path / "sizes.gguf", arch, ("token_embd.weight",), **sizes)
     config = pretrained(AutoConfig, str(path))
-    assert (config.query_pre_attn_scalar, config.head_dim) == (scalar, 128)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_a_gemma_4_has_a_config(tmp_path: Path) -> None:
@@ -282,14 +263,6 @@ def test_a_file_that_is_no_model_is_refused(
             read()
 
 
-def test_the_width_of_experts_is_read(tmp_path: Path) -> None:
-    keys = {**_SIZES, "block_count": 2, "embedding_length": 256, "vocab_size": 256}
-    widths = {"expert_feed_forward_length": 96, "expert_shared_feed_forward_length": 160}
-    path = without_weights(tmp_path / "moe.gguf", "qwen2moe", ("token_embd.weight",), **keys, **widths)
-    config = pretrained(AutoConfig, str(path))
-    assert (config.moe_intermediate_size, config.shared_expert_intermediate_size) == (96, 160)
-
-
 def test_what_transformers_cannot_read_leads_to_the_original(tmp_path: Path) -> None:
     path = converted(llama(head_dim=32), tmp_path / "wide.gguf", **{"attention.head_count": 4})
     with pytest.raises(RopeExtendError, match="Use the original checkpoint"):
@@ -314,10 +287,10 @@ def test_weights_that_are_not_finite_are_not_converted(
     assert not (tmp_path / "out").exists()
 
 
-def file_of(model: Any, path: Path, words: str, **keys: Any) -> Path:
+def file_of(model: Any, path: Path, words: str, names: dict[str, str] | None = None, **keys: Any) -> Path:
     """A file with a tokenizer of its own, whatever the model's vocabulary."""
     values = {"ggml.pre": words, "ggml.bos_token_id": 1, "ggml.eos_token_id": 0, **keys}
-    return converted(model, path, tokenizer=writes(byte_level(words), "gpt2", **values))
+    return converted(model, path, tokenizer=writes(byte_level(words), "gpt2", names, **values))
 
 
 def qwen2(vocabulary: int) -> Any:
@@ -336,21 +309,10 @@ def test_a_tokenizer_that_stock_reads_otherwise_is_not_converted(tmp_path: Path)
 
 def test_stock_adds_no_token_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As DeepSeek-R1-Distill-Qwen, which has Qwen's words and no `<|endoftext|>` to pad with."""
-
-    def write(writer: Any, _count: int) -> None:
-        tokenizer = byte_level("qwen2")
-        tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-        names = {"<|endoftext|>": "<end>", "<|im_start|>": "<begin>"}
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list([names.get(token, token) for token in tokens])
-        writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
-        merges = json.loads(tokenizer.to_str())["model"]["merges"]
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-        for key, value in {"bos": 1, "eos": 0}.items():
-            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
-        writer.add_string("tokenizer.ggml.pre", "deepseek-r1-qwen")
-
-    path = converted(qwen2(byte_level("qwen2").get_vocab_size()), tmp_path / "tiny.gguf", tokenizer=write)
+    names = {"<|endoftext|>": "<end>", "<|im_start|>": "<begin>"}
+    pattern = {"ggml.pre": "deepseek-r1-qwen"}
+    model = qwen2(byte_level("qwen2").get_vocab_size())
+    path = file_of(model, tmp_path / "tiny.gguf", "qwen2", names, **pattern)
     with caplog.at_level(logging.WARNING):
         stock = AutoTokenizer.from_pretrained(rx.convert(path, tmp_path / "out"))
     assert "Texts in NFC have equal tokens" in caplog.text

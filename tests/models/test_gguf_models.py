@@ -36,15 +36,19 @@ def loaded(path: Path, **how: Any) -> Any:
     return pretrained(AutoModelForCausalLM, str(path), **{"dtype": torch.float32, **how}).eval()
 
 
+def same_weights(found: Any, model: Any) -> None:
+    """All weights of a model, in the dtype of the one that was read."""
+    ours, expected = found.state_dict(), model.state_dict()
+    assert ours.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight.to(found.dtype), ours[name]), name
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], tmp_path: Path) -> None:
     model = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1])
     found = loaded(converted(model, tmp_path / "tiny.gguf"))
-    for (name, weight), (ours, value) in zip(
-        sorted(model.state_dict().items()), sorted(found.state_dict().items()), strict=True
-    ):
-        assert name == ours
-        assert torch.equal(weight, value), name
+    same_weights(found, model)
     assert found.config.name_or_path == str(tmp_path / "tiny.gguf")
     assert shape_of(found) == shape_of(model)
 
@@ -58,12 +62,11 @@ def test_heads_of_keys_need_not_be_stated(
     monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda *_: None)
     path = converted(model, tmp_path / "tiny.gguf")
     for found in (loaded(path, dtype=dtype), loaded(path, dtype=dtype, device_map="cpu")):
-        for name, weight in model.state_dict().items():
-            assert torch.equal(weight.to(dtype), found.state_dict()[name]), name
+        assert found.dtype == dtype
+        same_weights(found, model)
     rx.convert(path, tmp_path / "converted", dtype=dtype)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=dtype)
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight.to(dtype), again.state_dict()[name]), name
+    same_weights(again, model)
 
 
 def test_answers_end_as_in_llama_cpp(tmp_path: Path) -> None:
@@ -181,77 +184,53 @@ def test_the_schedule_of_the_file_is_read(plain_file: Path, tmp_path: Path, case
     assert config.max_position_embeddings == TARGET
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+TYPE, BY, FROM = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+ATTENTION = "rope.scaling.attn_factor"
+ONE, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+    "attention_factor": 1.1386294361119891, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+
+def longrope(short: list[float], long: list[float], window: int, attention: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "short_factor": short, "long_factor": long,
+        "original_max_position_embeddings": window, "attention_factor": attention,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("keys", "tables", "expected"),
     [
         ({}, {}, {}),
-        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, {}, {}),
-        ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
-        ({"rope.scaling.factor": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
-        (
-            {"rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64},
-            {},
-            {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64},
-        ),
-        ({"rope.scaling.type": "none", "rope.scale_linear": 2.0}, {}, {}),
-        (
-            {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": 4.0,
-                "rope.scaling.original_context_length": 32,
-            },
-            {},
-            {**YARN, "attention_factor": 1.1386294361119891, "beta_fast": 32.0, "beta_slow": 1.0},
-        ),
-        (
-            {
-                "rope.scaling.type": "linear",
-                "rope.scaling.factor": 2.0,
-                "rope.scaling.original_context_length": 64,
-            },
-            {"rope_freqs.weight": [1.0, 3.0]},
-            {
-                "rope_type": "longrope", "short_factor": [2.0, 6.0], "long_factor": [2.0, 6.0],
-                "original_max_position_embeddings": 64, "attention_factor": 1.0,
-            },
-        ),
-        (
-            {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.2},
-            {"rope_factors_long.weight": [2.0], "rope_factors_short.weight": [1.0]},
-            {
-                "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
-                "original_max_position_embeddings": 32, "attention_factor": 1.2,
-            },
-        ),
+        ({TYPE: "none", BY: 4.0}, {}, {}),
+        ({TYPE: "linear", BY: 0.0}, {}, {}),
+        ({TYPE: "none", "rope.scale_linear": 2.0}, {}, {}),
+        ({"rope.scale_linear": 2.0}, {}, LINEAR),
+        ({BY: 2.0}, {}, LINEAR),
+        ({BY: 2.0, FROM: 64}, {}, {**LINEAR, "original_max_position_embeddings": 64}),
+        ({TYPE: "yarn", BY: 4.0, FROM: 32}, {}, YARN),
+        ({TYPE: "linear", BY: 2.0, FROM: 64}, {ONE: [1.0, 3.0]}, longrope([2.0, 6.0], [2.0, 6.0], 64, 1.0)),
+        ({FROM: 32, ATTENTION: 1.2}, {LONG: [2.0], SHORT: [1.0]}, longrope([1.0], [2.0], 32, 1.2)),
+        ({TYPE: "longrope"}, {}, "'longrope' has no form"),
+        ({ATTENTION: 1.5}, {}, "attn_factor 1.5 without a table"),
+        ({TYPE: "yarn"}, {ONE: [1.0]}, "'yarn' has no form"),
+        ({}, {LONG: [1.0]}, "only one of"),
+        ({}, {ONE: [1.0, 5.0, 3.0]}, "does not say which window"),
     ],
-)  # fmt: skip
-def test_scaling_is_read_as_llama_cpp_reads_it(
-    keys: dict[str, Any], tables: dict[str, list[float]], expected: dict[str, Any]
+)
+def test_scaling_is_read_as_llama_cpp_reads_it_or_refused(
+    keys: dict[str, Any], tables: dict[str, list[float]], expected: dict[str, Any] | str
 ) -> None:
     known = {"general.architecture": "llama", "llama.context_length": 128}
-    assert rope_scaling(Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables)) == expected
-
-
-@pytest.mark.parametrize(
-    ("keys", "tables", "message"),
-    [
-        ({"rope.scaling.type": "longrope"}, {}, "'longrope' has no form"),
-        ({"rope.scaling.attn_factor": 1.5}, {}, "attn_factor 1.5 without a table"),
-        ({"rope.scaling.type": "yarn"}, {"rope_freqs.weight": [1.0]}, "'yarn' has no form"),
-        ({}, {"rope_factors_long.weight": [1.0]}, "only one of"),
-        ({}, {"rope_freqs.weight": [1.0, 5.0, 3.0]}, "does not say which window"),
-    ],
-)  # fmt: skip
-def test_scaling_without_a_form_is_refused(
-    keys: dict[str, Any], tables: dict[str, list[float]], message: str
-) -> None:
-    known = {"general.architecture": "llama", "llama.context_length": 128}
-    with pytest.raises(RopeExtendError, match=message):
-        rope_scaling(Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables))
+    metadata = Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables)
+    if isinstance(expected, dict):
+        assert rope_scaling(metadata) == expected
+        return
+    with pytest.raises(RopeExtendError, match=expected):
+        rope_scaling(metadata)
 
 
 @pytest.fixture(scope="module")

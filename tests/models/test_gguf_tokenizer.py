@@ -67,9 +67,12 @@ def merges_of(tokenizer: Any) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def writes(tokenizer: Any, kind: str, **keys: Any) -> Callable[[Any, int], None]:
-    """Adds a tokenizer to a file, as llama.cpp's converter does."""
+def writes(
+    tokenizer: Any, kind: str, names: dict[str, str] | None = None, **keys: Any
+) -> Callable[[Any, int], None]:
+    """Adds a tokenizer to a file, as llama.cpp's converter does; `names` are other texts of some tokens."""
     tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    tokens = [(names or {}).get(token, token) for token in tokens]
 
     def write(writer: Any, _count: int) -> None:
         writer.add_tokenizer_model(kind)

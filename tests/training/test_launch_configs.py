@@ -60,9 +60,9 @@ def test_accelerate_knows_every_key_and_every_line_is_explained(path: Path) -> N
     assert all(len(line) <= 120 for line in lines)
 
 
-def test_the_page_on_many_gpus_gives_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_training_gives_complete_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "many_gpus.md").read_text()
+    text = (ROOT / "docs" / "training.md").read_text().split("## Several GPUs")[1]
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert len(commands) >= len(CONFIGS) + 2
