@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cases import TRAINED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import warning_once
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -46,12 +48,20 @@ def run(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_answer_is_that_of_stock_generate(work: Path, tokenizer: Any) -> None:
+def test_the_answer_is_that_of_stock_generate_and_quiet(
+    work: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(work / "model")
-    ids = tokenizer(TEXT)["input_ids"][:24]
+    ids = tokenizer(TEXT)["input_ids"][:60]
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    warning_once.cache_clear()
     pieces: list[str] = []
     text = answer(model, tokenizer, ids, 8, pieces.append)
+    assert not caplog.text
+    warning_once.cache_clear()
     stock = model.generate(torch.tensor([ids]), max_new_tokens=8, min_new_tokens=0, do_sample=False)
+    assert "friendly reminder" in caplog.text  # so there is something to be quiet about
     assert text == tokenizer.decode(stock[0, len(ids) :], skip_special_tokens=True)
     assert "".join(pieces).strip() == text.strip()
 

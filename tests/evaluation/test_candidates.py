@@ -59,22 +59,30 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
 @pytest.mark.parametrize(
     ("config", "advice"),
     [
-        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(rope-extend merge\)"),
+        *(
+            (LoraConfig(r=2, target_modules=["q_proj"], **options), f"{named}.*\\(rope-extend merge\\)")
+            for options, named in (
+                ({"bias": "all"}, r'\(bias="all"\)'),
+                ({"init_lora_weights": "pissa"}, r"\(pissa\)"),
+                ({"init_lora_weights": "olora"}, r"\(olora\)"),
+            )
+        ),
         (
             VeraConfig(r=2, target_modules=["q_proj"], bias="all"),
-            r"\(merge_and_unload of peft, then rope",
+            r"Merge it first \(merge_and_unload of peft, then rope",
         ),
     ],
 )
-def test_an_adapter_with_biases_is_refused_with_a_merge_that_works(
+def test_an_adapter_that_changes_the_model_itself_is_refused_with_a_merge_that_works(
     config: PeftConfig, advice: str, tmp_path: Path
 ) -> None:
+    """Its row would change the rows that follow, because nothing restores the weights."""
     tiny_llama(attention_bias=True).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rx.extend(model, TARGET, "yarn")
     rx.save(get_peft_model(model, config), tmp_path / "adapter", base_model=str(tmp_path / "base"))
     settings = EvaluationConfig(model=str(tmp_path / "base"), adapters=(str(tmp_path / "adapter"),))
-    with pytest.raises(RopeExtendError, match=f"Merge it first {advice}"):
+    with pytest.raises(RopeExtendError, match=f"own weights on loading .*{advice}"):
         Candidates.of(settings)
     if isinstance(config, VeraConfig):
         tuned, ids = rx.load(tmp_path / "adapter"), tokens(1, 12)
@@ -134,7 +142,8 @@ def test_the_groups_of_lengths_are_known_without_weights(work: Path, tmp_path: P
     """Of each row, as the model with its weights has them, also with an adapter of another target."""
     adapter, model = str(tmp_path / "adapter"), tiny_llama()
     rx.extend(model, TARGET, "dynamic_ntk", per="row")
-    rx.save(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), adapter)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")  # may be removed
+    rx.save(get_peft_model(model, lora), adapter)
     config = EvaluationConfig(
         model=str(scaled_copy(work / "model", tmp_path, "longrope")), adapters=(adapter,), lengths=(32, 512),
         methods=("yarn", "as-is", "none", "dynamic_yarn(per=row)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -267,13 +266,6 @@ def test_flash_attention_of_the_last_queries_on_a_gpu() -> None:
     assert memory.largest < 300 * 1000
     gaps = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
     assert gaps.max() < 0.05
-
-
-def test_a_strategy_that_fails_is_logged_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
-    case = next(case for case in FAMILIES if case.model_type == "zaya")
-    with caplog.at_level(logging.DEBUG, "rope_extend"), torch.no_grad():
-        assert ChunkedForward(tiny_model(case).eval(), CPU).strategy == "with a cache"
-    assert "zaya: no by_layer" in caplog.text
 
 
 def test_a_window_of_millions_of_tokens_is_planned_with_few_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOAD_FIELDS, EvaluationConfig, RetrievalConfig
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"perplexity": EvaluationConfig, "retrieval": RetrievalConfig}
@@ -62,13 +61,6 @@ def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, cap
     assert [row["result"]["ppl"] for row in one] == [row["result"]["ppl"] for row in two]
     text = (tmp_path / "one" / "report.md").read_text()
     assert all(line in text for line in shown.splitlines() if line[:1] == "|")
-    assert yaml.safe_load(text.partition("# rope-extend evaluate settings.yaml")[2].partition("```")[0]) == {
-        "model": "model",
-        "methods": ["none", "linear"],
-        "lengths": [16, 64],
-        "data": ["data"],
-        "output": "one",
-    }
     rows = rx.evaluate(rx.EvaluationConfig(**{**values, "lengths": [16, 64], "output": None}), progress=False)
     assert [{str(n): ppl for n, ppl in row.result.ppl.items()} for row in rows] == [
         row["result"]["ppl"] for row in two
@@ -147,6 +139,7 @@ def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
         ("evaluate {model} --plan --protocol slidng", "no perplexity protocol 'slidng'"),
         ("evaluate {model} --plan --limit-memory 24", "--limit-memory must be a size with its unit"),
         ("evaluate {model} --plan --lengths 32kb", "--lengths must be a list of token counts"),
+        ("evaluate {model} --plan --lengths 1", "numbers of tokens, 2 or above; got"),
         ("evaluate {model} --lengths 1k", "evaluate needs --data and --output, or --plan"),
         ("evaluate --plan", "missing model; add to the YAML file, or give --model"),
         ("evaluate nothing.yaml --plan", "cannot read the evaluation nothing.yaml"),
@@ -154,6 +147,12 @@ def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
         ("retrieve {model} --output x --tasks nothing", "--tasks must be a list of passkey"),
         ("retrieve {model} --output x --tasks none", "retrieval: tasks is empty; name one of passkey"),
         ("retrieve {model} --output x --chat maybe", "--chat must be one of auto, on, off"),
+        ("evaluate a/model --model another/model --plan", "and by --model"),
+        ("evaluate a/model an/adapter --adapters another/adapter --plan", "and by --adapters"),
+        *(
+            (f"evaluate a/model --plan {flag} ''", f"{flag} must be")  # it does not mean the default
+            for flag in ("--lengths", "--documents", "--chunk", "--limit-memory")
+        ),
     ],
 )  # fmt: skip
 def test_the_command_line_names_flags(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,38 +170,8 @@ def test_the_settings_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a/model", "--model", "another/model"], "--model"),
-        (["a/model", "an/adapter", "--adapters", "another/adapter"], "--adapters"),
-    ],
-)
-def test_one_thing_given_in_two_ways_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["evaluate", *words, "--plan"])
-    assert f"and by {message}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--lengths", "--documents", "--chunk", "--limit-memory"])
-def test_a_flag_without_text_does_not_mean_the_default(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["evaluate", "a/model", "--plan", flag, ""])
-    assert f"{flag} must be" in capsys.readouterr().err
-
-
 def test_an_impossible_date_is_invalid_yaml(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: a/model\nretrieval: 2020-13-45\n")
     with pytest.raises(RopeExtendError, match="not valid YAML"):
         EvaluationConfig.from_yaml(file)
-
-
-@pytest.mark.parametrize(
-    "values", [{"method_parameters": "beta_fast=[1"}, {"learning_rate": 10**400}, {"lora_alpha": 10**400}]
-)
-def test_values_that_cannot_be_read_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(RopeExtendError, match=f"{next(iter(values))} must be"):
-        Recipe.from_dict({"model": "a/b", "data": "c", "output_dir": "d", "target_length": 512, **values})

@@ -93,16 +93,16 @@ def test_memory_runs_out_under_several_names(error: BaseException, expected: boo
     "error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
 )
 def test_a_halved_batch_of_prompts_starts_with_free_memory(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the failed call held is freed before the next one."""
+    """What the failed call held is freed before the next one. A prompt that never fits is an error."""
     gc.freeze()  # collections then look at this test's own objects
-    original, held = Oracle.generate, []
+    most, original, held = 2, Oracle.generate, []
 
     def small_only(self: Oracle, input_ids: Any, **more: Any) -> Any:
         gc.collect()
         assert not any(reference() is not None for reference in held)
-        if len(input_ids) > 2:
+        if len(input_ids) > most:
             cache = torch.zeros(3)
             held.append(weakref.ref(cache))
             raise type(error)(*error.args)  # a new one, so that nobody else keeps its traceback
@@ -112,6 +112,10 @@ def test_a_halved_batch_of_prompts_starts_with_free_memory(
     monkeypatch.setattr(Oracle, "generate", small_only)
     assert measured(Oracle()).cells == expected.cells
     assert held
+    assert "out of memory" in caplog.text
+    most = 0
+    with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
+        measured(Oracle())
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

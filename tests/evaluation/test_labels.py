@@ -77,6 +77,7 @@ def test_runs_in_directories_of_the_same_name_have_different_labels(
         (tmp_path / name / "out" / "results.jsonl").write_text(json.dumps(one.to_dict()))
     paths = [tmp_path / "a" / "out", tmp_path / "b" / "out" / "results.jsonl"]
     assert [one.label for one in read_runs(paths)] == ["none (a/out)", "none (b/out)"]
+    assert [one.label for one in read_runs(paths[:1])] == ["none"]
     read_runs([tmp_path / "x" / "out", tmp_path / "x2" / "out"])
     assert not caplog.text
     read_runs([*paths, tmp_path / "c" / "out"])

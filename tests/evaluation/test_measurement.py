@@ -24,11 +24,7 @@ from rope_extend.evaluation import running
 from rope_extend.evaluation.cells import (
     CELLS,
     Cell,
-    CellStore,
-    Row,
     finished_in,
-    holds_cells,
-    remove_cells,
 )
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.collecting import collect, merged, perplexity_values, result_of_cell
@@ -252,31 +248,6 @@ def test_losses_of_tokens_are_kept(work: Path, tmp_path: Path, monkeypatch: pyte
     np.testing.assert_array_equal(losses, rows[0].result.losses[128][0])
 
 
-def test_only_our_files_are_removed(tmp_path: Path) -> None:
-    store, row = CellStore(tmp_path, {"weights": "w"}), Row("none", method="none")
-    theirs = ["cells.csv", "cells-mine.jsonl", "cells.jsonl.old"]
-    for name in theirs:
-        (tmp_path / name).write_text("precious")
-    assert not holds_cells(tmp_path)
-    store.write(Cell("perplexity", row, 0, 0, 1.0, 8, {"data": "d"}), {"label": "none"})
-    store.close()
-    assert holds_cells(tmp_path)
-    remove_cells(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(theirs)
-
-
-def test_a_cell_is_found_under_any_label(tmp_path: Path) -> None:
-    store, identity = CellStore(tmp_path, {}), {"adapter": "digest"}
-    first = Row("none + LoRA at 32", adapter="runs/a")
-    store.write(Cell("retrieval", first, 0, 0, 1.0, 1, identity), {"label": first.label, "adapter": "runs/a"})
-    again = Cell("retrieval", Row("none + LoRA at 32 (a)", adapter="a"), 0, 0, 1.0, 1, identity)
-    found = store.read(again)
-    assert found is not None
-    assert (found["label"], found["adapter"]) == ("none + LoRA at 32 (a)", "a")
-    assert not store.read(replace(again, identity={"adapter": "other"}))
-    assert not store.read(replace(again, kind="sample"))
-
-
 def saved(adapter: Path, *, alpha: int = 4, learned: float = 0.0) -> None:
     """An adapter of `fire` on the model in `work`, with the same LoRA matrices every time."""
     torch.manual_seed(0)
@@ -359,29 +330,14 @@ def test_a_budget_stops_and_says_what_is_missing(
     with pytest.raises(RopeExtendError, match="is too short: the first of 8 measurements takes about 1 s"):
         rx.evaluate(replace(config, budget=0.5), progress=False)
     assert not any(tmp_path.iterdir())
-    said = Measurement(replace(config, budget=9.5)).work_text()
-    assert said.splitlines()[-1].startswith(
-        "within the budget of 9.5 s: 3 of 8 measurements; left for --resume"
-    )
     with monkeypatch.context() as patch:
         patch.setattr(Clock, "has_time", lambda self, number: number < 5)
         rows = rx.evaluate(config, progress=False)
     assert [row.result.documents for row in rows] == [1] * 4
-    assert (
-        "Not measured yet:\n\n- none, cropped to 32: 1 documents\n- yarn: 1 documents"
-        in (tmp_path / "report.md").read_text()
-    )
+    assert "Not measured yet" in (tmp_path / "report.md").read_text()
     rows = rx.evaluate(replace(config, budget=None), resume=True, progress=False)
     assert [row.result.documents for row in rows] == [2] * 4
     assert "Not measured yet" not in (tmp_path / "report.md").read_text()
-
-
-def test_what_is_finished_costs_nothing(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:
-    one = Measurement(config_of(work, samples=1))
-    missing = one.missing(whole[1])
-    assert {cell.kind for cell in missing} == {"sample"}
-    assert one.work_text(missing).startswith("sample: 4 rows, 4 samples of text in all, about")
-    assert one.work_text([]) == "nothing is missing: everything is measured"
 
 
 @pytest.mark.parametrize(
@@ -473,11 +429,6 @@ def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
     terms = {n: [n - 1] for n in one.ppl}
     tokens = {n: n - 1 for n in one.ppl}
     return replace(one, documents=1, document_nll=lengths, document_terms=terms, tokens=tokens, data=data)
-
-
-def test_a_cell_has_all_of_its_result() -> None:
-    one = part_of(result(1.0), 2.0, "d")
-    assert numbers(result_of_cell(values("none", "d", 2.0))) == numbers(one)
 
 
 def test_rows_are_compared_on_the_documents_that_fill_the_table() -> None:

@@ -105,7 +105,9 @@ def draw(*arguments: Any, **__: Any) -> Path:
 
 
 class Runs(RuleBasedStateMachine):
-    """What both kinds of runs have in common. Each version of the model gives other results."""
+    """Runs of one kind. Each version of the model gives other results."""
+
+    kind: str
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,43 +182,23 @@ class Runs(RuleBasedStateMachine):
         assert self.measured == len(rows) * PARTS - (kept if how == "resume" else 0)
         self.check_finished(rows, version, more)
 
-    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
-        """Why the run will be refused; empty if it will not."""
-        raise NotImplementedError
-
-    def finished(self, rows: tuple[str, ...], more: bool) -> int:
-        """Number of parts of these rows that are finished on disk."""
-        raise NotImplementedError
-
-    def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        raise NotImplementedError
-
-    def check_report(self) -> None:
-        """The report can be read, and has every file that it names."""
-        raise NotImplementedError
-
-    def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
-        """The report is that of the run which has just ended."""
-        raise NotImplementedError
-
-    def imitated(self, rows: tuple[str, ...], version: int, kind: str, identity: dict[str, Any]) -> Any:
+    def imitated(self, rows: tuple[str, ...], version: int, identity: dict[str, Any]) -> Any:
         """Imitates everything but the runner: a model of a version, and cells of a part of a row each."""
         own = [Row(label, method=label) for label in rows]
         model = SimpleNamespace(torch_device=torch.device("cpu"), load=lambda *_, **__: None)
         cells = [
-            Cell(kind, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
+            Cell(self.kind, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
             for number in range(PARTS)
             for row in own
         ]
         self.patches.setattr(running, "model_identity", lambda _: {"version": version})
         self.patches.setattr(running, "_device_name", lambda _: "cpu")
-        self.patches.setattr(running, "_under", lambda *_: nullcontext())
         self.patches.setattr(running, "_measure", self.measure)
         return SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
             work_text=lambda _: "", wanted=SimpleNamespace(documents=True),
             config=SimpleNamespace(budget=None, version=version),
-            candidates=SimpleNamespace(name="m", load_options=model),
+            candidates=SimpleNamespace(name="m", load_options=model, prepared=lambda *_: nullcontext()),
         )  # fmt: skip
 
     def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> dict[str, Any]:
@@ -224,9 +206,6 @@ class Runs(RuleBasedStateMachine):
         self.faults.pass_point()
         self.measured += 1
         return self.values(cell, measurement.config.version)
-
-    def values(self, cell: Cell, version: int) -> dict[str, Any]:
-        raise NotImplementedError
 
     def about(self, cell: Cell) -> dict[str, Any]:
         """What a cell says of its row."""
@@ -252,19 +231,25 @@ class Runs(RuleBasedStateMachine):
         stored = json.loads((self.output / CELLS).read_text().splitlines()[0])["identity"]
         return "" if stored == {"version": version} else "another version"
 
-
-class Evaluations(Runs):
-    """Runs of `evaluate`; `more` keeps the losses by token."""
-
     def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        one = self.imitated(rows, version, PERPLEXITY, {"losses": more})
+        one = self.imitated(rows, version, {"losses": more})
         self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
-        config = EvaluationConfig(
-            model="model", methods=rows, data=str(version), save_losses=more, output=str(self.output)
-        )
-        evaluate_module.evaluate(config, **flags)
+        common = {"model": "model", "methods": rows, "output": str(self.output)}
+        if self.kind == RETRIEVAL:
+            evaluate_module.retrieve(RetrievalConfig(**common), **flags)
+        else:
+            config = EvaluationConfig(**common, data=str(version), save_losses=more)
+            evaluate_module.evaluate(config, **flags)
 
     def values(self, cell: Cell, version: int) -> dict[str, Any]:
+        """All trials are solved by one version, and none by the other; the loss is the version."""
+        if self.kind == RETRIEVAL:
+            trial = {
+                "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
+                "score": version % 2, "prompt": str(cell.number),
+            }  # fmt: skip
+            cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}
+            return {**self.about(cell), **cost, "trials": [trial]}
         changes = {}
         if cell.identity["losses"]:
             changes = {"losses": {8: [np.full(7, float(version), np.float32)]}}
@@ -273,64 +258,44 @@ class Evaluations(Runs):
         return {**self.about(cell), **perplexity_values(found, "text")}
 
     def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
+        """Why the run will be refused; empty if it will not."""
         if reason := self.refused(FILES, how, rows, version):
             return reason
-        others = [line for line in self.kept(("none", "yarn")) if how == "resume"]
-        ours = [line for line in others if line["label"] in rows and line["identity"]["losses"] == more]
-        return "none of the cells is ours" if others and not ours else ""
+        others = how == "resume" and self.kept(("none", "yarn"))
+        return "none of the cells is ours" if others and not self.finished(rows, more) else ""
 
     def finished(self, rows: tuple[str, ...], more: bool) -> int:
-        lines = [line for line in self.kept(rows) if line["identity"]["losses"] == more]
-        return len({line["cell"] for line in lines})
+        """Number of parts of these rows that are finished on disk."""
+        return len({line["cell"] for line in self.kept(rows) if line["identity"]["losses"] == more})
 
     def check_report(self) -> None:
+        """The report can be read, and has every file that it names."""
         assert read_results(self.output)
-        assert all((self.output / name).stat().st_size for name in BASIC)
+        names = BASIC if self.kind == PERPLEXITY else ("accuracy_passkey.png", "report.md", "report.html")
+        assert all((self.output / name).stat().st_size for name in names)
 
     def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
+        """The report is that of the run which has just ended."""
         found = read_results(self.output)
         assert [row.label for row in found] == [*rows]
+        if self.kind == RETRIEVAL:
+            assert all(row.retrieval.cells[0].scores == (version % 2,) * PARTS for row in found)
+            return
         assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
         for line in (line for line in self.kept(rows) if line["identity"]["losses"] == more):
             assert bool(line["result"]["losses"]) == more
 
 
+class Evaluations(Runs):
+    """Runs of `evaluate`; `more` keeps the losses by token."""
+
+    kind = PERPLEXITY
+
+
 class Retrievals(Runs):
-    """Runs of `retrieve`; `more` adds nothing."""
+    """Runs of `retrieve`; `more` asks other questions."""
 
-    def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        one = self.imitated(rows, version, RETRIEVAL, {})
-        self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
-        config = RetrievalConfig(model="model", methods=rows, output=str(self.output))
-        evaluate_module.retrieve(config, **flags)
-
-    def values(self, cell: Cell, version: int) -> dict[str, Any]:
-        """All trials are solved by one version, and none by the other."""
-        trial = {
-            "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
-            "score": version % 2, "prompt": str(cell.number),
-        }  # fmt: skip
-        cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}
-        return {**self.about(cell), **cost, "trials": [trial]}
-
-    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
-        if reason := self.refused(FILES, how, rows, version):
-            return reason
-        others = how == "resume" and self.kept(("none", "yarn"))
-        return "none of the cells is ours" if others and not self.kept(rows) else ""
-
-    def finished(self, rows: tuple[str, ...], more: bool) -> int:
-        return len({line["cell"] for line in self.kept(rows)})
-
-    def check_report(self) -> None:
-        assert read_results(self.output)
-        for name in ("accuracy_passkey.png", "report.md", "report.html"):
-            assert (self.output / name).stat().st_size
-
-    def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
-        found = read_results(self.output)
-        assert [row.label for row in found] == [*rows]
-        assert all(row.retrieval.cells[0].scores == (version % 2,) * PARTS for row in found)
+    kind = RETRIEVAL
 
 
 @pytest.mark.parametrize("machine", [Evaluations, Retrievals])

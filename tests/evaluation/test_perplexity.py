@@ -18,7 +18,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.results import PerplexityResult
-from rope_extend.memory.live_bytes import LiveBytes
 
 VOCABULARY = 61
 
@@ -186,15 +185,6 @@ def test_the_model_is_unchanged_afterwards(monkeypatch: pytest.MonkeyPatch) -> N
     ).loss.backward()  # training still works
 
 
-def test_results_survive_json() -> None:
-    result = measure(tiny(), texts(40, 40), [20, 40], protocol="cropped", window=8)
-    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
-    assert again.to_dict() == result.to_dict()
-    assert again.ppl == result.ppl
-    assert again.nll_by_position.tolist() == result.nll_by_position.tolist()
-    assert again.beyond(20) == result.beyond(20)
-
-
 def test_a_loss_that_is_not_a_number_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
 
@@ -348,31 +338,3 @@ def test_tables_that_change_with_the_length_are_not_processed_in_chunks(
         whole = measure(model, documents, [128])
         monkeypatch.setattr("rope_extend.evaluation.chunked_forward.MAX_WHOLE", 16)
         assert measure(model, documents, [128]).ppl == whole.ppl  # the default chunk size: in one pass
-
-
-@pytest.mark.slow
-def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
-    vocabulary = 32_768
-    model = tiny(vocabulary).eval()
-    short, long = 512, 2048
-    (document,) = texts(long, vocabulary=vocabulary)
-
-    @torch.no_grad()
-    def naive(length: int) -> float:
-        ids = document.input_ids[None, :length]
-        return math.exp(model(ids, labels=ids, use_cache=False).loss)  # stock transformers in float32
-
-    def peak(run) -> int:
-        with LiveBytes() as memory:
-            run()
-        return memory.peak
-
-    per_token = {}
-    for name, run in {
-        "naive": naive,
-        "ours": lambda length: measure(model, [document], [length], chunk_bytes=2**22).ppl[length],
-    }.items():
-        per_token[name] = (peak(lambda: run(long)) - peak(lambda: run(short))) / (long - short)  # noqa: B023
-    assert per_token["naive"] >= 4 * vocabulary  # the counter sees the logits
-    assert per_token["ours"] <= per_token["naive"] / 10
-    assert naive(long) == pytest.approx(measure(model, [document], [long]).ppl[long], rel=1e-5)

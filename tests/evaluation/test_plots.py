@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.plots import curves as plots
 from rope_extend.plots.frequencies import plot_frequencies
-from rope_extend.plots.retrieval_maps import plot_heat_map
+from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 from rope_extend.plots.style import Canvas
 from rope_extend.plots.training_curves import plot_training
 
@@ -212,6 +213,25 @@ def test_a_heat_map_of_many_cells_has_a_scale_instead_of_numbers(drawn, tmp_path
         assert texts.count("50") == numbers
         assert len(drawn[-1].figure.axes) == axes
         assert "a · trials solved, %" in texts
+
+
+def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
+    cells = [
+        Cell("passkey", 1000, depth, 9, tuple(float(n < solved) for n in range(10)))
+        for depth, solved in ((0.7, 2), (0.8, 5), (0.9, 10))
+    ]
+    one = rx.EvaluationRow("one", trained_length=256, retrieval=RetrievalResult(tuple(cells)))
+    plot_heat_map(one, "passkey", tmp_path / "map.png")
+    assert drawn[0].axes.images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
+    texts = [text.get_text() for text in drawn[0].axes.texts]
+    assert [text for text in texts if text.isdigit()] == ["20", "50", "100"]
+    plot_accuracy([one, replace(one, label="two")], "passkey", tmp_path / "line.png")
+    (length,), (rate,) = drawn[1].axes.lines[0].get_data()
+    assert (length, rate) == (1000, pytest.approx(170 / 3))
+    with pytest.raises(RopeExtendError, match="no heat map"):
+        plot_heat_map(one, "common_words", tmp_path / "none.png")
+    with pytest.raises(RopeExtendError, match="no rows"):
+        plot_accuracy([one], "needle", tmp_path / "none.png")
 
 
 @pytest.mark.parametrize(

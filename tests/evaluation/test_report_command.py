@@ -88,16 +88,6 @@ def interrupt_after(count: int) -> Any:
     return measured
 
 
-def test_a_budget_in_which_nothing_fits_is_refused(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by its plan, and before the weights are loaded."""
-    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
-    shown = fail(f"{COMMAND} --data {{data}} --output {{out}}/report --budget 0.5s", work, tmp_path, capsys)
-    assert "is too short: the first of 6 measurements takes about 1 s" in shown
-    assert not (tmp_path / "report").exists()
-
-
 def test_nothing_is_called_written_that_is_not(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,26 +140,6 @@ def test_a_resumed_plan_counts_what_is_missing(
     capsys.readouterr()
     run(f"{command}{rest} --plan", work, tmp_path)
     assert capsys.readouterr().out == "nothing is missing: everything is measured\n"
-
-
-def test_the_plan_needs_no_data_and_keeps_to_the_budget(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an estimate of one second for each window: three rows, the cropped one needs three windows."""
-    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
-    command = "report {model} --target-length 64 --methods none,yarn --documents 2 --plan"
-    command += " --depths 1 --trials 1"
-    run(f"{command} --budget 7s", work, tmp_path)  # a document of each row, 5 s, and two of three prompts
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-4:-1] == [
-        "perplexity: 3 rows, 6 documents in all, about 10 s",
-        "retrieval: 3 rows, 3 batches of prompts in all, about 3 s",
-        "in all, about 13 s",
-    ]
-    assert lines[-1] == (
-        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 batches of "
-        "prompts, none: 1 documents, none, cropped to 32: 1 documents, yarn: 1 documents"
-    )
 
 
 @pytest.mark.parametrize(

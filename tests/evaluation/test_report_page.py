@@ -17,14 +17,27 @@ HOSTILE = '<script>alert("&\'")</script>{{ 7 * 7 }}'
 
 
 class Tags(HTMLParser):
+    """The elements of a page; fails if they are not properly nested."""
+
     def __init__(self, text: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self.open: list[str] = []
         self.feed(text)
+        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+        assert tag not in self.open or tag not in ("p", "table", "li", "h2")
+        self.open += [] if tag == "meta" else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """As in SVG."""
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
@@ -42,6 +55,10 @@ def test_no_name_can_leave_its_place(tmp_path: Path) -> None:
     assert "script" not in {tag for tag, _ in tags.found}
     assert "".join(tags.texts).count(HOSTILE) >= 12
     assert 'src="' not in text  # it needs no other file
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+    for needed in ('<meta charset="utf-8">', "width=device-width, initial-scale=1", "max-width: 100%"):
+        assert needed in text
+    assert text.count("<table>") == text.count('<div class="wide"><table>') == 1  # wide tables scroll
 
 
 def test_drawings_are_inside_and_have_no_name_twice(tmp_path: Path) -> None:

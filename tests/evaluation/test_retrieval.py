@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,9 @@ from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
-from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.plots import retrieval_maps as plots
-from rope_extend.plots.style import Canvas
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 DEMO = Passkey(template="demo")
@@ -154,25 +150,6 @@ def test_cropping_keeps_the_token_that_begins_a_text(monkeypatch: pytest.MonkeyP
         assert row == [TOKENIZER.bos_token_id, *whole[-245:]]
 
 
-def test_out_of_memory_halves_the_batch(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most, original = 2, Oracle.generate
-
-    def small_only(self: Oracle, input_ids: Any, **more: Any) -> Any:
-        if len(input_ids) > most:
-            raise torch.cuda.OutOfMemoryError("no")
-        return original(self, input_ids, **more)
-
-    expected = measured(Oracle())
-    monkeypatch.setattr(Oracle, "generate", small_only)
-    assert measured(Oracle()).cells == expected.cells
-    assert "out of memory" in caplog.text
-    most = 0
-    with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
-        measured(Oracle())
-
-
 @pytest.mark.slow
 def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
     """Rows of different lengths, padded on the left, under encodings that do and do not follow the length."""
@@ -212,7 +189,7 @@ def test_settings_of_a_checkpoint_neither_fail_nor_change_answers(
     first = TOKENIZER(expected[0], add_special_tokens=False).input_ids[0]
     settings: dict[str, Any] = {
         "cache_implementation": "static", "guidance_scale": -1.0, "suppress_tokens": [first],
-        "num_return_sequences": 2,
+        "num_return_sequences": 2, "repetition_penalty": 5.0, "temperature": 9.0,
     }  # fmt: skip
     lora = get_peft_model(bundled, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
     try:
@@ -245,20 +222,6 @@ def test_every_task_runs_on_an_untrained_model(name: str) -> None:
     assert bool(result.depths(name)) == TASKS[name].has_depth
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depths": 0}, "depths must be"),
-        ({"depths": [0.5, 2]}, "depths must be"),
-        ({"lengths": [20, 256]}, "passkey needs about"),
-        ({"chat": "on"}, "no chat template"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RopeExtendError, match=message):
-        measured(Oracle(), **changes)
-
-
 def test_depths_are_a_number_or_a_list() -> None:
     assert depths_from(1) == (0.5,)
     assert depths_from(5) == (0, 0.25, 0.5, 0.75, 1)
@@ -270,27 +233,14 @@ def test_depths_are_a_number_or_a_list() -> None:
 def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     arguments = [
-        "retrieve",
-        str(MODEL_DIR),
-        "--lengths",
-        "320",
-        "--depths",
-        "0,1",
-        "--trials",
-        "2",
-        "--output",
-    ]
+        "retrieve", str(MODEL_DIR), "--lengths", "320", "--depths", "0,1", "--trials", "2", "--output",
+    ]  # fmt: skip
     main([*arguments, str(out), "--methods", "yarn"])
     table = capsys.readouterr().out
     rows = read_results(out)
     assert [row.label for row in rows] == ["none", "none, cropped to 256", "yarn"]
     assert [row.retrieval.lengths("passkey") for row in rows] == [[256], [320], [256, 320]]
-    text = (out / "report.md").read_text()
     assert markdown_report(rows).strip() in table
-    assert all(line in text for line in table.splitlines() if line[:1] == "|")
-    assert "# rope-extend retrieve settings.yaml" in text
-    assert "Within the trained window of 256, compared with none" in table
-    assert re.search(r"\| yarn \| .*\| +\d+% → \d+% \| +[+-]\d+ \([-+]\d+ … [-+]\d+\) \|", table)
     assert rows[2].encoding["name"] == "yarn"
     assert rows[2].trained_length == 256
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
@@ -329,6 +279,8 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
         ({"methods": ["yarn"], "lengths": [256]}, "within the trained window"),
         ({"methods": []}, "retrieval: nothing to measure"),
         ({"tasks": ["common_words"], "lengths": [512]}, "common_words needs about"),
+        ({"depths": 0}, "depths must be"),
+        ({"depths": [0.5, 2]}, "depths must be"),
         ({"chat": "maybe"}, "chat must be"),
         ({"data": str(tmp_path / "missing.txt")}, "nothing to read"),
         ({"resume": True, "overwrite": True}, "choose one of them"),
@@ -347,29 +299,6 @@ def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None
         text = json.loads(line)["text"]
         assert "grass" not in text
         assert len(set(text.split()) & words) > 5
-
-
-@pytest.mark.slow
-def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
-    drawn: list[Any] = []
-    original = Canvas.save
-    monkeypatch.setattr(Canvas, "save", lambda self: (drawn.append(self.axes), original(self))[1])
-    result = EvaluationRow("one", trained_length=256, retrieval=with_rates(1, 0.5, 0.2))
-    for suffix in ("png", "svg"):
-        assert plots.plot_heat_map(result, "passkey", tmp_path / f"map.{suffix}").stat().st_size > 1000
-    assert drawn[0].images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
-    assert [text.get_text() for text in drawn[0].texts[:4] if text.get_text().isdigit()] == [
-        "20",
-        "50",
-        "100",
-    ]
-    plots.plot_accuracy([result, replace(result, label="two")], "passkey", tmp_path / "line.png")
-    line = drawn[-1].lines[0]
-    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1000], [pytest.approx(170 / 3)])
-    with pytest.raises(RopeExtendError, match="no heat map"):
-        plots.plot_heat_map(result, "common_words", tmp_path / "none.png")
-    with pytest.raises(RopeExtendError, match="no rows"):
-        plots.plot_accuracy([result], "needle", tmp_path / "none.png")
 
 
 @pytest.mark.slow
@@ -394,18 +323,3 @@ def test_an_adapter_is_measured_with_its_encoding(
     assert [result.label for result in results] == labels
     assert results[3].retrieval == results[2].retrieval
     assert results[3].adapter == "yarn"
-    log = tmp_path / "out" / "cells.jsonl"
-    before = log.read_text().splitlines()
-    again = retrieved(tmp_path / "out", resume=True, **settings)
-    assert [row.retrieval for row in again] == [row.retrieval for row in results]
-    assert log.read_text().splitlines() == before
-    with torch.no_grad():  # another adapter in the same directory
-        for name, weight in lora.named_parameters():
-            if "lora_B" in name:
-                weight.fill_(1.0)
-    shutil.rmtree(tmp_path / "yarn")
-    rx.save(lora, tmp_path / "yarn")
-    changed = retrieved(tmp_path / "out", resume=True, **settings)
-    assert [row.retrieval for row in changed[:3]] == [row.retrieval for row in results[:3]]
-    assert log.read_text().splitlines()[: len(before)] == before
-    assert len(log.read_text().splitlines()) > len(before)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from test_report import row
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import warning_once
 
 import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.answering import answer
-from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.report_files import read_results, write_report
 from rope_extend.evaluation.results import Sample
@@ -67,16 +61,9 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
     assert rows["yarn"].samples != rows["none"].samples
 
     (part,) = sample_parts(list(rows.values()))
-    said = [part.text, "rope-extend evaluate"]
-    table, page = (
-        (tmp_path / "report" / name).read_text(encoding="utf-8") for name in ("report.md", "report.html")
-    )
-    assert all(text in table for text in said)
-    assert table.index("| yarn") < table.index(part.heading) < table.index("rope-extend evaluate")
-    headings = re.findall(r'<a href="#part-[^>]*>([^<]*)</a>', page)
-    charts, tables = ["Perplexity by length", "Loss by position"], ["Perplexity", "Cost"]
-    order = ["In short", *charts, *tables, part.heading, "The settings that made this report"]
-    assert [heading for heading in headings if heading in order] == order, headings
+    table, page = ((tmp_path / "report" / name).read_text("utf-8") for name in ("report.md", "report.html"))
+    assert part.text in table
+    assert part.heading in page
     assert [row.samples for row in read_results(tmp_path / "report")] == [
         row.samples for row in rows.values()
     ]
@@ -117,56 +104,3 @@ def test_passkeys_beyond_every_length_are_refused(work: Path) -> None:
         rx.evaluate(config)
     with pytest.raises(RopeExtendError, match="retrieval is 0, so there are no passkeys"):
         EvaluationConfig(**settings, retrieval=0, retrieval_lengths=(64,))
-
-
-def test_answers_are_greedy_and_quiet_whatever_the_checkpoint_says(
-    work: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    ids = tokenizer("some words that are longer than the window of the model, " * 3)["input_ids"][:60]
-    logger = logging.getLogger("transformers.generation.stopping_criteria")
-    logger.addHandler(caplog.handler)
-    try:
-        warning_once.cache_clear()
-        model.generate(torch.tensor([ids]), max_new_tokens=2)
-        assert "friendly reminder" in caplog.text  # so there is something to be quiet about
-        warning_once.cache_clear()
-        caplog.clear()
-        expected = answer(model, tokenizer, ids, 6)
-        first = argmax(model, ids, 1)
-        own = model.generation_config
-        own.repetition_penalty, own.suppress_tokens, own.temperature = 5.0, first, 9.0
-        assert answer(model, tokenizer, ids, 6) == expected
-        assert model.generation_config is own
-        assert not caplog.text
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert expected == tokenizer.decode(argmax(model, ids, 6), skip_special_tokens=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"init_lora_weights": "pissa"}, r"\(pissa\)"),
-        ({"init_lora_weights": "olora"}, r"\(olora\)"),
-        ({"bias": "all"}, r'\(bias="all"\)'),
-        ({"init_lora_weights": "gaussian"}, None),
-    ],
-)
-def test_adapters_that_change_the_model_itself_are_refused(
-    work: Path, tmp_path: Path, options: dict[str, Any], reason: str | None
-) -> None:
-    """Their row would change the rows that follow, because nothing restores the weights."""
-    model = AutoModelForCausalLM.from_pretrained(work / "model", attention_bias=True)
-    rx.extend(model, 64, "yarn")
-    tuned = get_peft_model(
-        model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **options)
-    )
-    adapter = rx.save(tuned, tmp_path / "adapter", base_model=str(work / "model"))
-    config = EvaluationConfig(model=str(work / "model"), adapters=(str(adapter),), lengths=(64,))
-    if reason is None:
-        assert list(Candidates.of(config).records) == [str(adapter)]
-    else:
-        with pytest.raises(RopeExtendError, match=rf"own weights on loading {reason}.*rope-extend merge"):
-            Candidates.of(config)

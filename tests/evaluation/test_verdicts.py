@@ -6,7 +6,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from test_report import row
 
 from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.report_files import markdown_report, write_report
+from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.evaluation.verdicts import Verdict, _gain, control_lines, verdicts
@@ -56,38 +55,15 @@ def rows(level: float, found: RetrievalResult | None = None) -> list[EvaluationR
 
 
 @pytest.mark.parametrize(
-    ("change", "text", "used"),
+    ("change", "used"),
     [
-        # 1 - exp(-0.1) = 9.5 %, and 18.1 and 1.0 % at the ends.
-        (
-            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 9, True),
-            "9.5 % better than cropping (1.0 to 18.1, 9 documents)",
-            True,
-        ),
-        (
-            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 4),
-            "(1.0 to 18.1, 4 documents); 5 documents",
-            None,
-        ),
-        (
-            Difference(64, 0.1, 0.05, 0.2, math.exp(0.1), 9),
-            "worse than cropping (5.1 to 22.1, 9 documents)",
-            False,
-        ),
-        (
-            Difference(64, -0.1, -0.3, 0.1, math.exp(-0.1), 9, False),
-            "(-10.5 to 25.9, 9 documents), which may be chance",
-            False,
-        ),
-        (Difference(64, -0.1, None, None, math.exp(-0.1), 1), "no interval", None),
-        (Difference(64, math.inf, None, None, math.inf, 9), "not finite", False),
+        (Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 4), None),  # too few documents to decide
+        (Difference(64, -0.1, None, None, math.exp(-0.1), 1), None),
+        (Difference(64, math.inf, None, None, math.inf, 9), False),
     ],
 )
-def test_the_gain_over_a_cropped_context(change: Difference, text: str, used: bool | None) -> None:
-    words, found = gain_of(change)
-    assert words.startswith("at 64, ")
-    assert text in words
-    assert found is used
+def test_a_gain_without_a_certain_interval_is_none(change: Difference, used: bool | None) -> None:
+    assert gain_of(change)[1] is used
 
 
 def gain_of(change: Difference) -> tuple[str, bool | None]:
@@ -123,19 +99,17 @@ def test_each_control_has_a_line_and_no_verdict() -> None:
     )
     found = [*rows(2.9), run, cropped]
     assert [verdict.label for verdict in verdicts(found)] == ["yarn + LoRA"]
-    assert control_lines(found) == [
-        "none, cropped to 32, a control: the others are compared with it.",
-        "none, a control with no extension: at 64, 0.0 % better than cropping (0.0 to 0.0, 5 documents), "
-        "which may be chance.",
-        # exp(0.5) is 64.9 % more, and 1 - exp(-0.05) is 4.9 %.
-        "none + LoRA at 32, a control with training in the old window only: at 64, 64.9 % worse than "
-        "cropping (64.9 to 64.9, 5 documents).",
-        "none + LoRA at 32, cropped to 32, a control with the same training without a longer context: at 64, "
-        "4.9 % better than cropping (4.9 to 4.9, 5 documents).",
-    ]
+    lines = control_lines(found)
+    assert [line.partition(", a control")[0] for line in lines] == [
+        "none, cropped to 32", "none", "none + LoRA at 32", "none + LoRA at 32, cropped to 32",
+    ]  # fmt: skip
+    # exp(0.5) is 64.9 % more, and 1 - exp(-0.05) is 4.9 %.
+    assert ["0.0 % better" in lines[1], "64.9 % worse" in lines[2], "4.9 % better" in lines[3]] == [True] * 3
     text = markdown_report(found)
-    assert all(f"\n- {line}\n" in text for line in control_lines(found))
+    assert text.startswith("In short:\n\n- yarn + LoRA: at 64, ")
+    assert all(f"\n- {line}\n" in text for line in lines)
     assert control_lines(rows(2.9)[::2]) == []
+    assert "In short" not in markdown_report(rows(2.9)[::2])  # without the control nothing is promised
 
 
 def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> None:
@@ -156,12 +130,12 @@ def test_what_is_not_finite_is_not_called_unmeasured() -> None:
 
     plain, control, tuned = rows(2.9, retrieval({0.5: 1.0}))
     (verdict,) = verdicts([plain, control, broken(tuned)])
-    assert verdict.gain == "at 64, perplexity is not finite"
-    assert verdict.cost == "texts within 32 have no finite perplexity"
+    assert "not finite" in verdict.gain
+    assert "no finite perplexity" in verdict.cost
     assert verdict.success is False
     (verdict,) = verdicts([broken(plain), broken(control), tuned])
-    assert verdict.gain == "at 64, none, cropped to 32 has no finite perplexity"
-    assert verdict.cost == "texts within 32 have no finite perplexity with none"
+    assert "none, cropped to 32 has no finite perplexity" in verdict.gain
+    assert verdict.cost.endswith("no finite perplexity with none")
     assert verdict.success is None
 
 
@@ -191,20 +165,6 @@ def test_all_three_criteria_are_a_success() -> None:
         ppl = {**found[2].result.ppl, 32: math.exp(3) * ratio}
         found[2] = replace(found[2], result=replace(found[2].result, document_nll=nll, ppl=ppl))
         assert verdicts(found)[0].success is success
-
-
-def test_the_report_begins_with_the_verdicts(tmp_path: Path) -> None:
-    text = markdown_report(rows(2.9))
-    assert text.startswith("In short:\n\n- yarn + LoRA: at 64, ")
-    write_report(rows(2.9), tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    headings = re.findall(r'<a href="#part-[^>]*>([^<]*)</a>', page)
-    assert headings[:5] == [
-        "In short", "Perplexity divided by that of none, cropped to 32", "Perplexity by length",
-        "Loss by position", "Perplexity",
-    ]  # fmt: skip
-    # Without the control nothing is promised.
-    assert "In short" not in markdown_report([rows(2.9)[0], rows(2.9)[2]])
 
 
 @pytest.mark.parametrize(

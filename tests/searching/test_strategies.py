@@ -222,13 +222,6 @@ def test_a_search_that_is_cut_anywhere_resumes_to_the_same_table(strategy: str, 
         assert again.curve == whole.curve
 
 
-def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "log.jsonl"
-    file.write_text('{"identity": {"seed": 1}}\n')
-    with pytest.raises(rx.RopeExtendError, match=r"evaluations of another .*seed \(1 there, 2 here\)"):
-        SearchLog(file, {"seed": 2})
-
-
 LINE = {
     "divisors": [1.0], "start_tokens": 0, "attention_factor": 1.0, "losses": {"search 0": {"8": [2.0, 4]}},
     "evaluations": 1, "passes": 1, "forward_tokens": 8, "seconds": 0.5,

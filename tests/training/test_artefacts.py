@@ -7,6 +7,7 @@ with the reason why it needs none.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -19,7 +20,6 @@ import pytest
 import torch
 from runs import files_below, settings
 from safetensors.torch import load_file, save_file
-from test_identities import readers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
@@ -35,6 +35,7 @@ RUN = "training/test_artefacts.py::test_a_run_of_other_work_is_not_resumed"
 TEXT = "training/test_training_report.py::test_perplexities_of_different_texts_are_not_compared"
 DIGESTS = "checkpoint/test_damaged_weights.py::test_"
 BASE = "checkpoint/test_other_base_model.py::test_"
+RESULTS = "evaluation/test_comparison.py::test_rows_that_cannot_be_compared_are_refused"
 
 READERS: dict[str, dict[str, str | None]] = {
     "training": {
@@ -68,8 +69,18 @@ READERS: dict[str, dict[str, str | None]] = {
         "verifying._logits_elsewhere": None,  # the answer to this request
     },
     "demo": {},
+    "evaluation": {
+        "report_files.read_results": RESULTS,
+        "cells.finished_in": None,  # digests, for an estimate of the time
+    },
 }
 """By room and function, the test of refusals of the artefact that it reads."""
+
+READING = {"open", "load", "load_file", "read_bytes", "read_text", "safe_open"}
+"""Names of functions and methods that read a file, of any library."""
+
+NOT_FILES = ("load_options.load",)
+"""Calls of such names that read no artefact."""
 
 STATE: dict[str, str | None] = {
     "data": RUN,
@@ -86,6 +97,23 @@ STATE: dict[str, str | None] = {
     "memory_options": None,  # a resumed run keeps them; a recipe that sets others is another recipe
 }
 """By field of `RunState`, the test of refusals."""
+
+
+def readers(room: Path) -> Iterator[str]:
+    """The functions of a room that read files, such as `retrieval.TrialLog.read`."""
+
+    def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            path = (*path, node.name)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.rpartition(".")[2] in READING and not called.endswith(NOT_FILES):
+                yield ".".join(path)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, path)
+
+    for file in sorted(room.rglob("*.py")):
+        yield from walk(ast.parse(file.read_text(encoding="utf-8")), (file.stem,))
 
 
 @pytest.mark.parametrize("room", READERS)
