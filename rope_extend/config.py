@@ -280,7 +280,8 @@ class Config:
             raise RopeExtendError(
                 f"cannot read the {cls.label} {file}: {error.strerror}; for examples see {cls.examples}"
             ) from error
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2020-13-45
+        # ValueError: not UTF-8, or a date such as 2020-13-45. RecursionError: a list in a list in a list.
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise RopeExtendError(f"{file} is not valid YAML: {error}") from error
         if not isinstance(values, Mapping):
             raise RopeExtendError(f"{file} must hold `key: value` lines; got {type(values).__name__}")

@@ -7,6 +7,7 @@ end, --output holds an adapter for `rope_extend.load` and `rope-extend evaluate`
 """
 
 import argparse
+from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -39,7 +40,7 @@ parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
 args = parser.parse_args()
 length = args.block_length or args.target_length
-latest = get_last_checkpoint(args.output) if args.resume else None
+latest = get_last_checkpoint(args.output) if args.resume and Path(args.output).is_dir() else None
 set_seed(0)
 
 tokenizer = AutoTokenizer.from_pretrained(args.model)

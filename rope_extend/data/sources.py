@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 
 from rope_extend.data.bundled import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".log",
@@ -213,10 +215,10 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:
     """Every file that `source` names, sorted, as an absolute path and a short name; at least one."""
-    path = Path(source).expanduser()
-    if path.is_file():
+    path = Path(expand_home(source))
+    if os.path.isfile(path):  # unlike the method, not an error for a name that no file can have
         return [(path.absolute(), path.name)]
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
         files = [
             ((path / name).absolute(), name.as_posix())
@@ -245,12 +247,12 @@ def _is_path(source: str) -> bool:
     """
     directory, _, _ = source.partition(":")[0].rpartition("/")
     return (
-        Path(source).expanduser().exists()
+        os.path.exists(expand_home(source))
         or glob.has_magic(source)
         or source.startswith(("/", ".", "~"))
         or source.count("/") > 1
         or not directory
-        or Path(directory).is_dir()
+        or os.path.isdir(directory)
         or _suffixes(Path(source))[0] in _SUFFIXES | _NAMED_TABLES.keys() | _ARCHIVES
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def check_path(name: str) -> None:
     Raises:
         RopeExtendError: there is no such file or directory; the message names the nearest.
     """
-    if is_path(name) and not Path(expand_home(name)).exists():
+    if is_path(name) and not os.path.exists(expand_home(name)):  # False too for a name that no file can have
         what = "file" if name.endswith(GGUF) else "directory"
         raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
 

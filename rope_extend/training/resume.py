@@ -131,7 +131,7 @@ def damage(checkpoint: Path) -> str | None:
             f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
             "an earlier one, give its path: resume=PATH (--resume-from PATH)"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_NAME} is not a manifest"
     return None
 
@@ -342,7 +342,7 @@ def read_state(checkpoint: Path) -> RunState:
     """
     try:
         return RunState(**json.loads((checkpoint / "state.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RopeExtendError(
             f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
             "OUTPUT_DIR/checkpoints/step-100, or resume=True (--resume) for the newest intact one"

@@ -147,6 +147,8 @@ def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
     [
         ("missing.txt", {}, "no file matches"),
         ("none/of/*.md", {}, "no file matches"),
+        ("x" * 5000 + ".txt", {}, "no file matches"),
+        ("~nobody-of-this-name/a.txt", {}, "no file matches"),
         ("pictures", {}, r"holds no file that ends in .*\.txt"),
         ([], {}, "the list of sources is empty"),
         (["library", "missing.txt"], {}, "missing.txt"),

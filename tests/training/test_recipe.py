@@ -171,6 +171,7 @@ def test_yaml_reads_what_people_write(tmp_path: Path) -> None:
     [
         ("model: m\nmodel: n\n", "the key 'model' is given twice"),
         ("model: [m\n", "not valid YAML"),
+        ("model: " + "[" * 3000, "not valid YAML"),
         ("- model\n", "must hold `key: value` lines"),
         ("modle: m\n", "recipe.yaml: recipe: unknown key 'modle'"),
     ],

@@ -271,6 +271,17 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
         cut_short(checkpoint / "optimizer.pt")
     with pytest.raises(RopeExtendError, match=r"nothing to resume.*step-8.*optimizer\.pt has.*step-6"):
         finetune(replace(recipe, steps=9), resume=True)
+    for name, how, message in (
+        (
+            "state.json",
+            Path(recipe.output_dir, "checkpoints", "step-8"),
+            "step-8 is not a checkpoint of a run",
+        ),
+        ("manifest.json", True, r"manifest\.json is not a manifest"),
+    ):
+        Path(recipe.output_dir, "checkpoints", "step-8", name).write_text("[" * 100_000)
+        with pytest.raises(RopeExtendError, match=message):
+            finetune(replace(recipe, steps=9), resume=how)
 
 
 def test_the_requested_number_of_checkpoints_is_kept(recipe: Recipe) -> None:
