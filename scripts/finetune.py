@@ -15,7 +15,6 @@ from transformers import (
     AutoTokenizer,
     Trainer,
     TrainingArguments,
-    default_data_collator,
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
@@ -39,6 +38,8 @@ parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
 args = parser.parse_args()
+if not args.resume and Path(args.output).exists():
+    parser.error(f"{args.output} exists: give another --output, or --resume")
 length = args.block_length or args.target_length
 latest = get_last_checkpoint(args.output) if args.resume and Path(args.output).is_dir() else None
 set_seed(0)
@@ -70,7 +71,7 @@ trainer = Trainer(
     model,
     settings,
     train_dataset=blocks,
-    data_collator=pose or default_data_collator,
+    data_collator=pose or None,
     callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
 )
 trainer.train(resume_from_checkpoint=latest)

@@ -75,7 +75,8 @@ class Learned(AbsoluteEncoding):
         super().__post_init__()
         extends = self.beyond in _WITH_LENGTH
         if extends != (self.length is not None):
-            rule = "needs length, the window to extend to" if extends else "takes no length"
+            needs, has_none = "needs length, the window to extend to", "takes no length; leave it out"
+            rule = needs if extends else has_none
             raise RopeExtendError(f"learned: beyond={self.beyond!r} {rule}; got length={self.length!r}")
         if self.rows is not None:
             self._check_length(self.rows)

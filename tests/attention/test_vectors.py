@@ -152,7 +152,7 @@ def test_values_that_do_not_fit_are_refused() -> None:
     ("parameters", "message"),
     [
         ({"beyond": "interpolate"}, "the window to extend to; got length=None"),
-        ({"length": 64}, "takes no length, which is for beyond='interpolate' and 'fresh'; got length=64"),
+        ({"length": 64}, "takes no length; leave it out; got length=64"),
         ({"rows": 64, "beyond": "fresh", "length": 64}, "length must exceed the 64 rows"),
     ],
 )

@@ -172,8 +172,8 @@ def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     in_hub_cache(directory, tmp_path / "cache", "org/name")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("org/name")), logits(model))
-    with pytest.raises(RopeExtendError, match="subfolder='other' selects other weights"):
-        AutoModelForCausalLM.from_pretrained(directory, subfolder="other")
+    with pytest.raises(RopeExtendError, match="variant='fp16' selects other weights"):
+        AutoModelForCausalLM.from_pretrained(directory, variant="fp16")
     data = bytearray((directory / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (directory / WEIGHTS).write_bytes(data)

@@ -6,6 +6,8 @@ import ast
 import csv
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +34,15 @@ def test_a_script_is_short_and_uses_public_names_alone(path: Path) -> None:
     assert len(text.splitlines()) < 80
     assert "from rope_extend" not in text
     assert "import rope_extend." not in text
+
+
+def test_training_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"of another model")
+    command = [sys.executable, *TRAINING, "--steps", "1", "--output", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert f"{tmp_path} exists" in found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.slow

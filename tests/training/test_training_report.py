@@ -16,7 +16,6 @@ from accelerate.tracking import GeneralTracker
 from cases import TRAINED
 from runs import TARGET, metrics, settings
 
-import rope_extend.training.run_report as report_module
 from rope_extend import RopeExtendError
 from rope_extend.plots import training_curves as plots
 from rope_extend.report.tables import number
@@ -247,7 +246,7 @@ def test_a_report_replaces_the_one_before_whole_or_not_at_all(
 ) -> None:
     before = {path.name: path.read_bytes() for path in (run / "report").iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(report_module, "page", lambda *_: 1 / 0)
+        patch.setattr("rope_extend.report.page.page", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_training_report(run, trained_length=TRAINED)
     assert {path.name: path.read_bytes() for path in (run / "report").iterdir()} == before
