@@ -148,17 +148,21 @@ class _Kernel(torch.autograd.Function):
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         # The layout of kernels: the heads of a token are contiguous.
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out, sums, mask)
+        # torch's kernel for CPUs has no gradient of a mask, so all weights of a learned bias are kept.
+        learned = ctx.needs_input_grad[3] and device_of(query).type == "cpu"
+        weights = query.new_empty(*query.shape[:3], key.shape[2]) if learned else None
+        ctx.save_for_backward(query, key, value, out, sums, mask, weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *_ = ctx.saved_tensors
+        query, key, value, _out, _row_sums, mask, _weights = ctx.saved_tensors
         if device_of(query).type == "cuda":
             _sums = query.new_empty(query.shape, dtype=torch.float32)
             if (heads := query.shape[1]) != key.shape[1]:
                 _wide = [each.new_empty(len(each), heads, *each.shape[2:]) for each in (key, value)]
-        return *map(torch.empty_like, (query, key, value)), None
+        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        return *map(torch.empty_like, (query, key, value)), of_mask
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
