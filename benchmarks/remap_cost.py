@@ -44,7 +44,7 @@ def changed_positions(
         caches = {"": None} if method != "sinks" else {"": None, ", sink_cache": rx.sink_cache(lm)}
         for name, empty in caches.items():
             ours, theirs = filled(lm, empty), filled(stock)
-            decode(lm, ours)  # keeps rotated keys
+            decode(lm, ours)
             decode(stock, theirs)  # removed tokens stay in memory
             yield row(
                 f"{method}{name}: cache at {context} tokens", "unpatched", "B",
