@@ -169,9 +169,8 @@ def starting_point(
         RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, the
             checkpoint is damaged or belongs to another run, or the recipe describes another run.
     """
-    finished = [
-        path.name for path in checkpoint_files(directory)
-    ]  # also another model: a run would replace it
+    # A run would also replace another model there.
+    finished = [path.name for path in checkpoint_files(directory)]
     present = [name for name in _RUN_FILES if (directory / name).exists()] + finished
     held = f"{directory} already holds a run or a checkpoint ({', '.join(present[:1])})"
     if resume is not False and overwrite:
