@@ -187,7 +187,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, changes: dict[str, Any], me
     with pytest.raises(RopeExtendError, match=message) as error:
         read_record(tmp_path)
     assert RECORD_NAME in str(error.value)
-    assert len(str(error.value)) < 500
+    assert len(str(error.value).replace(str(tmp_path), "")) < 500
 
 
 @pytest.mark.parametrize("key", sorted(RECORD.to_dict().keys() - {"schema_version"}))
