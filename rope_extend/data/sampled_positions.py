@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from rope_extend.checks import number
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import check_number
 from rope_extend.errors import RopeExtendError
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -85,7 +85,7 @@ class CREAM(PositionSampler):
     shortest: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        check_number(self.name, "sigma", self.sigma, minimum=0, above=True)
+        number(0, above=True)(self.name, "sigma", self.sigma)
 
     def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
         """Three runs of consecutive positions."""
