@@ -33,7 +33,7 @@ from trl import SFTConfig, SFTTrainer
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import MetaBytes, dry_run_attention
+from rope_extend.memory.meta_device import dry_run_attention
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.training_data import load_training_data
 
@@ -149,7 +149,7 @@ def test_memory_of_a_long_step_with_a_large_vocabulary() -> None:
     ids = torch.zeros(1, 32_768, dtype=torch.int64, device="meta")
 
     def peak() -> int:
-        memory: LiveBytes = MetaBytes(scored=2 * 128)
+        memory = LiveBytes(scored=2 * 128)
         for tensor in model.parameters():
             memory.add(tensor)
         with dry_run_attention(model, maskless=True), memory:
