@@ -12,6 +12,7 @@ from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, path, size
 from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
@@ -43,6 +44,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
     recipe = recipe_from_arguments(arguments)
+    check_checkpoint(recipe.model)  # before torch is imported
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
@@ -82,6 +84,7 @@ def search(arguments: argparse.Namespace) -> None:
     config = from_arguments(SearchConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
+    check_checkpoint(config.model)  # before torch is imported
 
     from rope_extend.searching.run_search import plan_search
     from rope_extend.searching.run_search import search as run
