@@ -25,6 +25,7 @@ from typing import Any
 from rope_extend.data.bundled import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.locating import TIMEOUT
 
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".log",
@@ -110,6 +111,7 @@ def read_texts(
     """
     if isinstance(source, str) and is_dataset(source):
         dataset, _, config = source.partition(":")
+        _check_on_hub(source, dataset)
         options = {"streaming": True} if streaming else {}
         table = _load(source, dataset, config or None, split=split, **options)
         for row, text in enumerate(_column(_rows(table, column, source, dataset), column, source)):
@@ -255,6 +257,27 @@ def _is_path(source: str) -> bool:
         or os.path.isdir(directory)
         or _suffixes(Path(source))[0] in _SUFFIXES | _NAMED_TABLES.keys() | _ARCHIVES
     )
+
+
+def _check_on_hub(source: str, dataset: str) -> None:
+    """Refuse a dataset that is neither cached nor on a hub that answers: `datasets` asks for half a minute."""
+    import datasets
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    owner, _, name = dataset.rpartition("/")
+    kept = f"{owner}___{datasets.naming.camelcase_to_snakecase(name)}"
+    if is_offline_mode() or (Path(datasets.config.HF_DATASETS_CACHE) / kept).exists():
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(dataset, "README.md", repo_type="dataset"), timeout=TIMEOUT)
+    except HfHubHTTPError:
+        return  # such as a dataset that does not exist: `datasets` says what to do
+    except Exception as error:  # no network or a proxy: the classes differ between versions
+        raise RopeExtendError(
+            f"no file {source!r} (seen from {Path.cwd()}), and the hub cannot be asked for a dataset of that "
+            f"name ({type(error).__name__}). Check the path, or the network"
+        ) from error
 
 
 def _load(source: object, *args: Any, **options: Any) -> Any:

@@ -8,11 +8,14 @@ import gzip
 import io
 import json
 import lzma
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -166,3 +169,20 @@ def test_a_hub_dataset_is_asked_for_by_id_config_and_split(
     assert texts == [(f"owner/books:long#{row}", text) for row, text in enumerate(["abc", "", *"defgh"])]
     expected = {"path": "owner/books", "name": "long", "split": "test"}
     assert asked == expected | ({"streaming": True} if streaming else {})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_misspelt_path_does_not_wait_for_the_network(
+    monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """Without one, `datasets` would ask the hub again and again for half a minute."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it asks again"))
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    with pytest.raises(RopeExtendError, match=r"no file 'book/chapters' .*the hub cannot be asked"):
+        list(read_texts("book/chapters", "text", "train", streaming=streaming))
