@@ -68,10 +68,7 @@ def _with_bundled_files(source: Source) -> Source:
             )
     if not any(name in _BUNDLED for name in names):
         return source
-    try:
-        return [path for name in names for path in (_BUNDLED[name]() if name in _BUNDLED else [name])]
-    except FileNotFoundError as error:
-        raise RopeExtendError(str(error)) from error
+    return [path for name in names for path in (_BUNDLED[name]() if name in _BUNDLED else [name])]
 
 
 def is_dataset(source: str) -> bool:
@@ -260,7 +257,7 @@ def _is_path(source: str) -> bool:
 
 
 def _check_on_hub(source: str, dataset: str) -> None:
-    """Refuse a dataset that is neither cached nor on a hub that answers: `datasets` asks for half a minute."""
+    """Refuse a dataset that is not cached if the hub does not answer: `datasets` would ask again and again."""
     import datasets
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError

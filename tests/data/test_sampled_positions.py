@@ -21,11 +21,11 @@ from rope_extend import RopeExtendError
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document
 from rope_extend.data.sampled_positions import (
-    CREAM,
     SAMPLERS,
-    PoSE,
     PositionCollator,
     check_meaning,
+    cream,
+    pose,
 )
 from rope_extend.encodings import RopeShape
 from rope_extend.loss import next_token_loss
@@ -84,7 +84,7 @@ def test_positions_increase_within_the_window_and_follow_from_seed_and_number(
 @given(window=windows(), seed=st.integers(0, 2**31))
 def test_pose_is_two_chunks_of_which_the_first_stays(window: tuple[int, int], seed: int) -> None:
     length, target = window
-    positions = PoSE().sample(length, target, np.random.default_rng(seed))
+    positions = pose(length, target, np.random.default_rng(seed))
     parts = runs(positions)
     assert len(parts) <= 2
     assert parts[0][0] == 0
@@ -99,7 +99,7 @@ def test_pose_draws_first_chunk_and_skip_evenly() -> None:
     firsts: Counter[int] = Counter()
     skips: Counter[int] = Counter()
     for _ in range(count):
-        positions = PoSE().sample(length, target, generator)
+        positions = pose(length, target, generator)
         skip = int(positions[-1]) - (length - 1)
         skips[skip] += 1
         if skip:
@@ -115,7 +115,7 @@ def test_pose_draws_first_chunk_and_skip_evenly() -> None:
 @given(window=windows(), seed=st.integers(0, 2**31))
 def test_cream_keeps_head_and_tail_and_moves_one_piece_between(window: tuple[int, int], seed: int) -> None:
     length, target = window
-    positions = CREAM().sample(length, target, np.random.default_rng(seed))
+    positions = cream(length, target, np.random.default_rng(seed))
     edges = {length // 3, min(length // 3, int(4 * target / length))}
     assert len(runs(positions)) <= 3
     fits = []
@@ -133,7 +133,7 @@ def test_cream_dwells_on_the_middle_and_draws_its_truncated_normal() -> None:
     generator = np.random.default_rng(1)
     ends = np.array([
         positions[-edge - 1]
-        for positions in (CREAM().sample(length, target, generator) for _ in range(20_000))
+        for positions in (cream(length, target, generator) for _ in range(20_000))
         if positions[edge] != edge and positions[edge - 1] == edge - 1 and positions[-edge] == target - edge
         and positions[edge] - positions[edge - 1] > 1
     ])  # fmt: skip
@@ -198,7 +198,7 @@ def test_share_beyond_counts_positions_from_the_window_on(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("sampler", "length", "message"),
-    [("pose", 1, "blocks of 2 to 64 tokens"), ("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")],
+    [("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")],
 )
 def test_a_block_that_does_not_fit_is_refused(sampler: str, length: int, message: str) -> None:
     with pytest.raises(RopeExtendError, match=message):
@@ -208,8 +208,6 @@ def test_a_block_that_does_not_fit_is_refused(sampler: str, length: int, message
 def test_a_wrong_sampler_is_refused() -> None:
     with pytest.raises(RopeExtendError, match=r"named 'posey'; use one of pose, cream, random"):
         PositionCollator("posey", 64)
-    with pytest.raises(RopeExtendError, match="sigma"):
-        CREAM(sigma=0)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +234,10 @@ def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
     parameters: dict[str, Any] = {"longrope": {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}}
     encoding = rotary_method(method).for_target(SHAPE, 256, **parameters.get(method, {}))
     if message is None:
-        check_meaning(PoSE(), encoding, SHAPE)
+        check_meaning("pose", encoding, SHAPE)
         return
     with pytest.raises(RopeExtendError, match=rf"positions pose cannot be combined with .*{message}"):
-        check_meaning(PoSE(), encoding, SHAPE)
+        check_meaning("pose", encoding, SHAPE)
 
 
 def test_a_table_for_the_whole_row_is_refused() -> None:
@@ -248,7 +246,7 @@ def test_a_table_for_the_whole_row_is_refused() -> None:
 
     per_row = rotary_method("dynamic_ntk").for_target(SHAPE, 256, per="row")
     with pytest.raises(RopeExtendError, match="with per='query' positions can be sampled"):
-        check_meaning(PoSE(), per_row, SHAPE)
+        check_meaning("pose", per_row, SHAPE)
 
 
 @pytest.fixture
