@@ -25,7 +25,6 @@ from typing import Any
 from rope_extend.data.bundled import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
-from rope_extend.models.locating import TIMEOUT
 
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".log",
@@ -42,6 +41,8 @@ _CHATS = ("messages", "conversations")
 """Usual names of the column of a chat."""
 _ZEROS = 0.01
 """A text file may have this share of zero bytes, as a log after a crash has; more are UTF-16 or no text."""
+_TIMEOUT = 10.0
+"""Seconds to wait for the hub's answer."""
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
 _BUNDLED: dict[str | Path, Callable[[], list[Path]]] = {
@@ -267,7 +268,7 @@ def _check_on_hub(source: str, dataset: str) -> None:
     if is_offline_mode() or (Path(datasets.config.HF_DATASETS_CACHE) / kept).exists():
         return
     try:
-        get_hf_file_metadata(hf_hub_url(dataset, "README.md", repo_type="dataset"), timeout=TIMEOUT)
+        get_hf_file_metadata(hf_hub_url(dataset, "README.md", repo_type="dataset"), timeout=_TIMEOUT)
     except HfHubHTTPError:
         return  # such as a dataset that does not exist: `datasets` says what to do
     except Exception as error:  # no network or a proxy: the classes differ between versions
