@@ -258,7 +258,7 @@ def _is_path(source: str) -> bool:
 
 
 def _check_on_hub(source: str, dataset: str) -> None:
-    """Refuse a dataset that is not cached if the hub does not answer: `datasets` would ask again and again."""
+    """Refuse a dataset that is not cached if the hub does not answer; `datasets` asks for half a minute."""
     import datasets
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError
