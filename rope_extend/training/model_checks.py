@@ -13,7 +13,7 @@ from peft import PeftModel
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
-from rope_extend.data.sampled_positions import SAMPLERS, check_meaning
+from rope_extend.data.sampled_positions import check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import causal_lm
@@ -68,7 +68,7 @@ def check_recipe(
         logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
-            check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+            check_meaning(recipe.positions, patch.encoding, patch.shape)
             check_sampled(recipe.positions, recipe.target_length, model)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)

@@ -95,5 +95,5 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
         return {**item, "attention_mask": torch.ones_like(item["input_ids"])}
 
     def __repr__(self) -> str:
-        sampled = "" if self._collator is None else f" at positions {self._collator.sampler.name}"
+        sampled = "" if self._collator is None else f" at positions {self._collator.sampler}"
         return f"{self._parts!r}{sampled}"
