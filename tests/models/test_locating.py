@@ -55,7 +55,9 @@ def test_the_answer_of_the_hub(
         check_checkpoint("owner/name")
 
 
-@pytest.mark.parametrize("command", ["finetune llama_7b_32k_yarn --plan", "search owner/name --plan"])
+@pytest.mark.parametrize(
+    "command", ["finetune llama_7b_32k_yarn --plan", "search owner/name --target-length 32k --plan"]
+)
 def test_a_model_that_cannot_be_reached_is_an_error_before_torch_is_imported(command: str) -> None:
     words = [sys.executable, "-c", LATE, *command.split()]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
