@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.encodings import RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY
+from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
@@ -196,8 +196,8 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
         shape: RopeShape = current.shape
         if not all(frequency > ZERO_FREQUENCY for frequency in current.shape.table):
             raise RopeExtendError(
-                "search: some channel pairs of this model do not rotate under its present table, so they have "
-                "no divisor; use start pretrained"
+                "search: some channel pairs of this model do not rotate under its present table, so they "
+                "have no divisor; use start pretrained"
             )
     else:
         shape = shape_of(empty, config.trained_length)
