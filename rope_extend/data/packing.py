@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_extend.data.choices import CONTINUE, RESTART
 from rope_extend.data.documents import Document
-from rope_extend.encodings import Encoding, KernelEncoding, RopeShape
+from rope_extend.encodings import Encoding, LinearAttention, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
 from rope_extend.units import format_length
@@ -155,7 +155,7 @@ def packing_reason(
         for kind in getattr(config.get_text_config(), "layer_types", None) or ()
         if any(name in kind for name in _RECURRENT)
     }
-    if isinstance(encoding, KernelEncoding):
+    if isinstance(encoding, LinearAttention):
         return "it carries sums from token to token, which no mask stops at the end of a document"
     if kinds:
         return (

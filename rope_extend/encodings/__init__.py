@@ -16,8 +16,6 @@ from rope_extend.encodings.composed import Truncated as Truncated
 from rope_extend.encodings.composed import XPos as XPos
 from rope_extend.encodings.core.alternatives import AbsoluteEncoding as AbsoluteEncoding
 from rope_extend.encodings.core.alternatives import BiasEncoding as BiasEncoding
-from rope_extend.encodings.core.alternatives import KernelEncoding as KernelEncoding
-from rope_extend.encodings.core.alternatives import RelativeEncoding as RelativeEncoding
 from rope_extend.encodings.core.encoding import Encoding as Encoding
 from rope_extend.encodings.core.encoding import SavedEncoding as SavedEncoding
 from rope_extend.encodings.core.encoding import encoding as encoding

@@ -34,10 +34,6 @@ class DynamicLinear(GrowingRope):
         """`theta_i / max(1, l/L)`, `[dim/2]` float64, radians per token."""
         return shape.inv_freq() / needed_factor(shape, seq_len)
 
-    def target_length(self, shape: RopeShape) -> int | None:
-        """None: it adapts to any length."""
-        return None
-
 
 @dataclass(frozen=True)
 class DynamicNTK(ScaledRope, GrowingRope):
@@ -102,7 +98,3 @@ class DynamicYaRN(GrowingRope):
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`0.1 ln max(1, l/L) + 1`."""
         return self._yarn(needed_factor(shape, seq_len)).attention_factor(shape)
-
-    def target_length(self, shape: RopeShape) -> int | None:
-        """None: it adapts to any length."""
-        return None

@@ -104,10 +104,6 @@ class NearFar(RemapEncoding):
         built.check_lengths(shape, target_length)
         return built
 
-    def _nearest(self, trained: int, target: int) -> str:
-        far = self.far.name
-        return f"the method's name alone, such as far={far}, and its parameters follow from the target"
-
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
         """As the far encoding."""

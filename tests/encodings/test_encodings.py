@@ -171,10 +171,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: RopeShape(8, 1e4, 64.0), "trained_length must be a whole number"),
     (lambda: encoding_class("ntk").for_target(RopeShape(8, 1e4, 64), 128, factor=2.0), "follows from"),
     (lambda: rotary("ntk", factor=2.0).inv_freq(RopeShape(2, 1e4, 64)), "4 or more"),
-    (
-        lambda: rotary("ntk", factor=2.0, critical=32).inv_freq(SHAPE),
-        "0 to 31; the theoretical",
-    ),
+    (lambda: rotary("ntk", factor=2.0, critical=32).inv_freq(SHAPE), "0 to 31; the theoretical"),
     (lambda: rotary("yarn", factor=2.0, critical=1).inv_freq(SHAPE), "critical must be above the pair where"),
 ]
 

@@ -70,9 +70,11 @@ class RopeEncoding(Encoding):
 
         `lengths` `[...]` is the number of tokens up to and including each query. Each result depends on its
         own element alone: lengths of later queries are asked for in advance. Queries with equal results share
-        one table, and keys are rotated once for each table.
+        one table, and keys are rotated once for each table. Here: two tables if it depends on the length, one
+        up to and including the trained length, and one beyond.
         """
-        return torch.full_like(lengths, shape.trained_length)
+        beyond = (lengths > shape.trained_length) if self.depends_on_length else torch.zeros_like(lengths)
+        return shape.trained_length + beyond.to(torch.int64)
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The factor on a query's logits, in addition to the attention factor; None for 1.
@@ -207,11 +209,6 @@ class ScaledRope(RopeEncoding):
         return cls.make({"factor": target_length / shape.trained_length, **parameters})
 
 
-def two_tables(shape: RopeShape, lengths: Tensor) -> Tensor:
-    """Lengths that set two tables: one up to and including the trained length, and one beyond."""
-    return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LengthDependent(RopeEncoding):
     """A rotary schedule whose table changes with the length of the text.
@@ -240,10 +237,6 @@ class LengthDependent(RopeEncoding):
         """Whether `per` is `row`."""
         return self.per == "row"
 
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """Two tables: one up to and including the trained length, and one beyond."""
-        return two_tables(shape, lengths)
-
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
         values = super().rope_parameters(shape)
@@ -270,6 +263,10 @@ class GrowingRope(LengthDependent):
                 f"{self.name}: step must be 0 (a table for each token) or at least {FINEST_STEP}, "
                 f"got {self.step!r}"
             )
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """None: it adapts to any length."""
+        return None
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """The trained length within it; beyond, the longest text of the step that a length falls into."""
