@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from rope_extend.checkpoint.peft_models import remove_adapter
-from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
+from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
@@ -27,7 +27,8 @@ from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, defau
 from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
-from rope_extend.memory.meta_device import META, MetaBytes, quiet_patching, try_estimate
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META, quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, Need, counter_of, dry_run, longest, table
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.patching import patch_model
@@ -49,13 +50,11 @@ class Window(Need):
         length: length of the window in tokens.
         chunk_size: tokens that are processed at a time.
         strategy: "in one pass", "layer by layer" or "with a cache".
-        flops: floating-point operations for a document; attention counts only the unmasked pairs.
     """
 
     length: int
     chunk_size: int
     strategy: str
-    flops: float = 0.0
 
     @property
     def description(self) -> str:
@@ -169,8 +168,7 @@ def plan_forward(
             batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
             setups=list(setups.values()),
         )
-        used = (*encodings, *(encoding for _, encoding in adapters))
-        return _plan(estimator, sizes, chunk, slower=any(map(_is_chunked, used)))
+        return _plan(estimator, sizes, chunk)
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -182,13 +180,6 @@ def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
         return encoding.rotates_in_attention, encoding.per_row
     return type(encoding), encoding.depends_on_length
-
-
-def _is_chunked(encoding: Encoding | None) -> bool:
-    """Whether attention is computed as that of chunks: queries have tables of their own, or a bias a mask."""
-    if isinstance(encoding, BiasEncoding):
-        return type(encoding).slopes is BiasEncoding.slopes
-    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
 
 
 @contextmanager
@@ -208,18 +199,13 @@ def _changed(
         yield
 
 
-def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, slower: bool = False
-) -> ForwardPlan:
-    """The plan; `slower` if attention over whole windows is not faster than that of chunks."""
+def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.budget.device)
     windows = []
     for tokens in lengths:
-        window = estimator.estimate(tokens, chunk)
-        rate = rates.chunked if slower or window.chunk_size < tokens else rates.attention
-        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rate
-        windows.append(replace(window, flops=operations.of(tokens), seconds=seconds))
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
+        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds))
     longest_fit = None
     if not estimator.budget.fits(windows[-1]):
         longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
@@ -270,7 +256,7 @@ class ForwardEstimator:
 
     def longest_fit(self, tokens: int, size: int = SMALLEST_CHUNK) -> int:
         """The longest window that fits, shorter than `tokens`, which does not."""
-        return longest(lambda length: self.budget.share(self.window(length, size)), tokens, SMALLEST_CHUNK)
+        return longest(lambda length: self.budget.fits(self.window(length, size)), tokens, SMALLEST_CHUNK)
 
     def window(self, tokens: int, size: int) -> Window:
         """A window in chunks of `size`, with the setup that needs most memory."""
@@ -287,9 +273,9 @@ class ForwardEstimator:
             shortened = _ShortenedForward(self.model, META)
             if number in self._strategies:
                 shortened.strategy = self._strategies[number]
-            options = RunOptions(suggested_chunk=size, chunk_bytes=default_chunk_bytes(device))
-            computer = LossComputer(self.model, META, options, shortened)
-            with MetaBytes(), torch.no_grad():
+            computer = LossComputer(self.model, META, RunOptions(size), shortened)
+            computer.chunk_bytes = default_chunk_bytes(device)
+            with LiveBytes(), torch.no_grad():
                 chunks = size < tokens and computer.can_chunk(tokens, size)
                 strategy = shortened.strategy if chunks else IN_ONE_PASS
             if size < tokens:

@@ -73,13 +73,13 @@ def perplexity(
         protocol: name of the protocol, see above.
         save_losses: keep the loss of every token in `result.losses`.
         progress: show a progress bar, on terminals only.
-        options: where and how the measurement runs.
+        options: how the measurement runs.
         settings: `window=`, for `cropped`: tokens of context. `stride=`, for protocols that have one: tokens
             between the starts of windows. `last=`, for `last-k`: number of targets.
 
     Raises:
         RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
-            little memory for the smallest chunks, or a `chunk` for an encoding that does not support a cache.
+            little memory for the smallest chunks.
     """
     if not isinstance(model, torch.nn.Module):
         raise RopeExtendError(
@@ -107,7 +107,7 @@ def perplexity(
                 logger, shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
             )
             options = replace(options, bar=stack.enter_context(bar))
-        device = stack.enter_context(evaluation_mode(model, options.device))
+        device = stack.enter_context(evaluation_mode(model))
         # Not inference_mode: tensors that a model caches in it cannot be used in training later.
         stack.enter_context(torch.no_grad())
         computer = LossComputer(model, device, options)

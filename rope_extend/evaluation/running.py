@@ -222,14 +222,14 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
         protocol, settings = "cropped", WindowSettings(window=crop)
     elif crop is not None:
         lengths = [crop]
-    suggested = measurement.plan.longest.chunk_size if measurement.plan else None
+    chunk = wanted.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     result = perplexity(
         model,
         measurement.documents if rule.joined else [measurement.documents[cell.number]],
         lengths,
         protocol=protocol,
         save_losses=wanted.save_losses,
-        options=RunOptions(chunk=wanted.chunk, suggested_chunk=suggested, bar=bar),
+        options=RunOptions(chunk, bar),
         **settings,
     )
     return result if crop is None or rule.nested else result.repeated(crop, measurement.lengths)

@@ -40,7 +40,9 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[。！？]|\n+")
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """One number in repeated filler, and a question for it at the end. The answer's first number counts.
+    """One number in repeated filler, and a question for it at the end: 2305.16300 and 2306.15595.
+
+    The answer's first number counts.
 
     Attributes:
         new_tokens: tokens reserved for the answer.
@@ -51,7 +53,6 @@ class Passkey(Task):
     template: str = "published"
 
     name: ClassVar[str] = "passkey"
-    paper: ClassVar[str] = "2305.16300, 2306.15595"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The prompt of figure 3 in 2306.15595, or that of `passkey_document`."""
@@ -93,7 +94,7 @@ class Passkey(Task):
 class Needle(Task):
     """A magic number for a word, hidden in texts or in repeated filler.
 
-    This is RULER's form of the needle in a haystack, which needs no judge: the answer must contain each
+    This is the form of RULER (2404.06654), which needs no judge: the answer must contain each
     number of the word in question. The numbers have 7 digits.
 
     Attributes:
@@ -108,7 +109,6 @@ class Needle(Task):
     haystack: tuple[str, ...] = field(default=(), repr=False)
 
     name: ClassVar[str] = "needle"
-    paper: ClassVar[str] = "2404.06654"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The first number of the word in question at `depth`, all other numbers at random depths."""
@@ -173,7 +173,6 @@ class VariableTracking(Task):
     haystack: tuple[str, ...] = field(default=(), repr=False)
 
     name: ClassVar[str] = "variable_tracking"
-    paper: ClassVar[str] = "2404.06654"
     has_depth: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
@@ -198,88 +197,8 @@ class VariableTracking(Task):
         )
 
 
-@dataclass(frozen=True)
-class CommonWords(Task):
-    """A numbered list of words in which ten are common and all others rare. Which are the common ones?
-
-    This is RULER's task, zero-shot. As in RULER, a common word appears 30 times and a rare one 3 times at
-    lengths of 4,096 tokens or more, else 6 times and once. Longer prompts have more rare words. The words are
-    invented; RULER uses English words.
-
-    Attributes:
-        new_tokens: tokens reserved for the answer.
-        common: number of common words.
-    """
-
-    new_tokens: int = 120
-    common: int = 10
-
-    name: ClassVar[str] = "common_words"
-    paper: ClassVar[str] = "2404.06654"
-    has_depth: ClassVar[bool] = False
-
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The list grows by one rare word at a time."""
-        repeats, rare_repeats = (30, 3) if tokens + self.new_tokens >= 4096 else (6, 1)
-        words, common = _invented(rng, self.common + tokens // 3), self.common
-        seed = rng.random()
-
-        def context(size: int) -> str:
-            listed = words[:common] * repeats + words[common : common + size] * rare_repeats
-            random.Random(seed).shuffle(listed)
-            return " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
-
-        return Draft(
-            "Below is a numbered list of words. In these words, some appear more often than others. Memorize "
-            "the ones that appear most often.",
-            context,
-            f"Question: What are the {common} most common words in the above list?",
-            f" Answer: The top {common} words that appear most often in the list are:",
-            tuple(words[:common]),
-            words=True,
-        )
-
-
-@dataclass(frozen=True)
-class FrequentWords(Task):
-    """Invented words whose frequencies follow Zipf's law. Which three are the most frequent?
-
-    This is RULER's task, zero-shot. As in RULER, the frequency of the k-th word is proportional to 1/k², and
-    the first word is replaced by dots, which do not count.
-    """
-
-    new_tokens: int = 50
-
-    name: ClassVar[str] = "frequent_words"
-    paper: ClassVar[str] = "2404.06654"
-    has_depth: ClassVar[bool] = False
-
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The text grows by one word at a time, and the shares of its words stay the same."""
-        words = ["...", *_invented(rng, max(8, tokens // 50))]
-        seed = rng.random()
-
-        def context(size: int) -> str:
-            # From 32 on, the third word that counts is more frequent than the next one.
-            drawn = [word for k, word in enumerate(words, start=1) for _ in range((32 + size) // k**2)]
-            random.Random(seed).shuffle(drawn)
-            return " ".join(drawn)
-
-        return Draft(
-            "Read the following coded text and track the frequency of each coded word. Find the three most "
-            "frequently appeared coded words.",
-            context,
-            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
-            "most frequently appeared words in the above coded text?",
-            " Answer: According to the coded text above, the three most frequently appeared words are:",
-            tuple(words[1:4]),
-            words=True,
-        )
-
-
 TASKS: dict[str, type[Task]] = {
-    cls.name: cls
-    for cls in (Passkey, Needle, MultiKey, MultiValue, VariableTracking, CommonWords, FrequentWords)
+    cls.name: cls for cls in (Passkey, Needle, MultiKey, MultiValue, VariableTracking)
 }
 """The tasks by name."""
 
@@ -344,14 +263,6 @@ def _absent(rng: random.Random, text: str, count: int, draw: Callable[[], str]) 
         if drawn not in text:
             strings[drawn] = None
     return list(strings)
-
-
-def _invented(rng: random.Random, count: int) -> list[str]:
-    """Different random words of six letters."""
-    words: dict[str, None] = {}
-    while len(words) < count:
-        words["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))] = None
-    return list(words)
 
 
 _ADJECTIVES = (  # noqa: SIM905

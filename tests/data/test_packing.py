@@ -34,7 +34,7 @@ from rope_extend.data.packing import CONTINUE, RESTART, check_packing, packed, p
 from rope_extend.encodings import RopeShape
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import DirectKernelCalls, MetaBytes
+from rope_extend.memory.meta_device import DirectKernelCalls
 from rope_extend.training.finetune import Recipe, finetune
 
 BY_TYPE = {case.model_type: case for case in FAMILIES}
@@ -112,7 +112,7 @@ def test_a_model_on_the_meta_device_shows_whether_a_mask_is_needed(case: FamilyC
     model = tiny_model(case)
     with torch.device("meta"):
         empty = type(model)(model.config)
-    with DirectKernelCalls(), MetaBytes(scored=2):
+    with DirectKernelCalls(), LiveBytes(scored=2):
         found = takes_no_mask(empty)
     assert found == takes_no_mask(model)
 

@@ -17,6 +17,7 @@ from transformers.utils.logging import warning_once
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation.answering import Subjects, answer, long_prompt
+from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
 
@@ -107,11 +108,10 @@ def test_a_question_without_room_is_refused(tokenizer: Any) -> None:
 
 def test_before_and_after_are_the_base_model_and_the_adapter(work: Path, run: Path, tokenizer: Any) -> None:
     """The adapter answers as `rx.load` does, and the base model as without an adapter."""
-    subjects = Subjects.of(str(run))
-    assert (subjects.target_length, subjects.trained_length) == (4 * TRAINED, TRAINED)
+    subjects = Subjects.of(str(run), LoadOptions(device="cpu", dtype=torch.float32))
+    assert subjects.window == 4 * TRAINED
     ids = tokenizer(TEXT)["input_ids"][: 3 * TRAINED]
-    options = rx.EvaluationConfig(model=str(work / "model")).load_options()
-    texts = {label: answer(model, tokenizer, ids, 6) for label, model in subjects.answerers(options)}
+    texts = {label: answer(model, tokenizer, ids, 6) for label, model in subjects.answerers()}
     before, after = texts
     assert before.startswith("before")
     assert after.startswith("after")
