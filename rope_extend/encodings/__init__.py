@@ -29,7 +29,6 @@ from rope_extend.encodings.core.methods import methods_from_length as methods_fr
 from rope_extend.encodings.core.methods import rotary_method as rotary_method
 from rope_extend.encodings.core.remap import RemapEncoding as RemapEncoding
 from rope_extend.encodings.core.rope import GrowingRope as GrowingRope
-from rope_extend.encodings.core.rope import LengthDependent as LengthDependent
 from rope_extend.encodings.core.rope import RopeEncoding as RopeEncoding
 from rope_extend.encodings.core.rope import ScaledRope as ScaledRope
 from rope_extend.encodings.core.shapes import ModelShape as ModelShape

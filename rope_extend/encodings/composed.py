@@ -40,7 +40,6 @@ class ComposedRope(RopeEncoding):
         object.__setattr__(self, "inner", inner_schedule(self))
 
     depends_on_length = _as_inner("depends_on_length")
-    per_row = _as_inner("per_row")
     start_tokens = _as_inner("start_tokens")
     rotates_in_attention = _as_inner("rotates_in_attention")
     inv_freq = _as_inner("inv_freq")
@@ -275,14 +274,6 @@ class XPos(ComposedRope):
 
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "2212.10554"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.inner.per_row:
-            raise RopeExtendError(
-                f"xpos rotates keys for each query, but {self.inner} does not; give the inner schedule "
-                f"per='query'"
-            )
 
     rotates_in_attention = True
 

@@ -23,8 +23,7 @@ class DynamicLinear(GrowingRope):
     """Dynamic interpolation: plain RoPE within the trained window, beyond it linear with factor l / L.
 
     Attributes:
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_linear"
@@ -41,8 +40,7 @@ class DynamicNTK(ScaledRope, GrowingRope):
 
     Attributes:
         factor: s, how fast the base grows: at l tokens it is that for `s*l/L - (s-1)` times the window.
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_ntk"
@@ -66,8 +64,7 @@ class DynamicYaRN(GrowingRope):
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
         ramp: as in `yarn`.
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     beta_fast: Annotated[float, TURNS] = 32.0

@@ -68,8 +68,6 @@ class NearFar(RemapEncoding):
             problem = "has near pairs and a temperature of its own"
         elif isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
             problem = "has other regions than near and distant pairs"
-        elif far.per_row:
-            problem = "uses the length of the whole row, which later tokens change"
         elif far.decay(_ANY_SHAPE) is not None:
             problem = "makes near pairs lose weight too"
         elif far.start_tokens:

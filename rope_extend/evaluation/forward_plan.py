@@ -174,11 +174,11 @@ def plan_forward(
 
 
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
-    """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
+    """Equal for encodings that need the same memory: rotation inside attention, or of one class."""
     if encoding is None:
-        return False, False
+        return (False,)
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
-        return encoding.rotates_in_attention, encoding.per_row
+        return (encoding.rotates_in_attention,)
     return type(encoding), encoding.depends_on_length
 
 

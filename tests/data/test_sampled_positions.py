@@ -242,15 +242,6 @@ def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
         check_meaning(PoSE(), encoding, SHAPE)
 
 
-def test_a_table_for_the_whole_row_is_refused() -> None:
-    """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
-    from rope_extend.encodings import rotary_method
-
-    per_row = rotary_method("dynamic_ntk").for_target(SHAPE, 256, per="row")
-    with pytest.raises(RopeExtendError, match="with per='query' positions can be sampled"):
-        check_meaning(PoSE(), per_row, SHAPE)
-
-
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(

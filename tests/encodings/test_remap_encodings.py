@@ -92,11 +92,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("near_far", {"near": "dynamic_ntk"}, r"near must be one static table.*its table depends on the length"),
     ("near_far", {"far": {"name": "yarn", "factor": 2.0}}, r"reaches 64 tokens, not 256"),
     ("near_far(alibi)", {}, r"alibi is not a rotary method"),
-    (
-        "near_far(dynamic_ntk)",
-        {"per": "row"},
-        r"far cannot be dynamic_ntk, which uses the length of the whole",
-    ),
     ("near_far(yarn)", {"chunk": 4}, r"unknown parameter 'chunk'; it takes factor, beta_fast"),
     ("resonance(near_far)", {}, r"resonance: inner must be a schedule of frequencies, but near_far"),
     ("abf(yarn)", {}, r"abf takes no method inside it; those that do: .*near_far.*resonance"),

@@ -182,7 +182,7 @@ def test_the_encoding_that_needs_most_memory_counts(tmp_path: Path) -> None:
 def test_one_of_the_encodings_with_equal_memory_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encodings per query and per row are run separately."""
+    """Encodings that rotate inside attention are run separately."""
     model = checkpoint(SHAPES["llama"], tmp_path)
     shape = shape_of(CPU.empty(model))
     tried = []
@@ -194,9 +194,8 @@ def test_one_of_the_encodings_with_equal_memory_is_run(
     monkeypatch.setattr(planning, "patch_model", spy)
     names = ("linear", "yarn", "dynamic_yarn", "dynamic_ntk")
     rotary: list[Any] = [rotary_method(name).for_target(shape, 2048) for name in names]
-    by_row = replace(rotary[-1], per="row")
-    made(model, [64], encodings=[None, *rotary, by_row, rx.encoding("alibi")], chunk=64)
-    assert tried == [str(rotary[2]), str(by_row), str(rx.encoding("alibi"))]
+    made(model, [64], encodings=[None, *rotary, rx.encoding("alibi")], chunk=64)
+    assert tried == [str(rotary[2]), str(rx.encoding("alibi"))]
 
 
 def test_short_windows_count_as_batches(tmp_path: Path) -> None:
