@@ -56,11 +56,6 @@ differ.
   `short_mscale` and `long_mscale`. transformers warns that it does not know these keys, and ignores them.
 - llama.cpp supports factors in these architectures: {names}. In others it has the native forms, and YaRN
   with its usual ramp.
-- `dual_chunk` is exported as `dual_chunk_attention_config` of Qwen2.5-1M's config. SGLang reads it in
-  `qwen2`, `qwen2_moe` and `qwen3_moe` models (since August 2025). transformers does not compute it, so
-  the export is compared with the original up to the length of a chunk only. The key has a third number,
-  `original_max_position_embeddings`. It is the extended window here, which turns the server's own factor on
-  the logits off.
 - The statements about a target come from its source; `rope_extend/checkpoint/export/targets.py` and `gguf.py`
   name the files. Exports were run with transformers and llama.cpp. They were not run with vLLM and SGLang.
 """

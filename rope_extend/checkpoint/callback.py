@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     Use `Trainer(..., callbacks=[SaveEncodingCallback()])`, also in trainers built on it. `rope_extend.load`
     then reads each `checkpoint-N`, adapter or full. The output directory itself gets a record without
     digests, because `Trainer.save_model` does not tell callbacks when it has written there. Call
-    `record_encoding` after `save_model`, for a record with digests and, if stock transformers does not
-    support the encoding, a config that it does not read; also if it saves to another directory.
+    `record_encoding` after `save_model`, for digests and a guarded config.
 
     Args:
         base_model: name of the base model for the record; default: the name it was loaded by.
@@ -49,12 +47,15 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
-            _check_encoding(checkpoint, before, record)
+            if changed := differences(before.schedule, record.schedule):
+                raise RopeExtendError(
+                    f"{checkpoint} was trained with {before.encoding}, this model uses {record.encoding}; "
+                    f"they differ in {changed}. Extend the model as before, or start a new run"
+                )
             # The recorded fingerprint is of a base model that peft had not changed.
             if not any(map(changes_base, configs)):
                 advice = "; load the former, or start a new run"
-                fingerprint, trained_on = before.base_fingerprint, before.base_model
-                check_base(model, fingerprint, adapter=checkpoint, trained_on=trained_on, advice=advice)
+                check_base(model, before.base_fingerprint, checkpoint, before.base_model, advice=advice)
         for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
 
@@ -75,19 +76,6 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record for a model that is about to be saved into the output directory, and pushed."""
         self.on_train_end(args, state, control, model)
-
-
-def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
-    """Refuse to resume with another encoding, shape or window, by the values that differ."""
-    then, now = (
-        {**each.encoding.to_dict(), "shape": asdict(each.shape), "target_length": each.target_length}
-        for each in (before, record)
-    )
-    if changed := differences(then, now):
-        raise RopeExtendError(
-            f"{checkpoint} was trained with {before.encoding}, and this model uses {record.encoding}. They "
-            f"differ in {changed}; extend the model as before, or start a new run"
-        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
