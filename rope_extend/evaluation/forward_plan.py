@@ -150,23 +150,21 @@ def plan_forward(
     sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
     weights = weight_bytes(model, lm, load_options)
-    setups: dict[Any, Setup] = {}  # one of each kind: others need the same memory
-    for encoding in encodings:
-        setups.setdefault(_memory_class(encoding), partial(_changed, lm, encoding, None, trained_length))
-    for adapter, encoding in adapters:
+    changes: list[tuple[Encoding | None, Any]] = [(encoding, None) for encoding in encodings]
+    if adapters:
         from peft import PeftConfig
 
-        config = PeftConfig.from_pretrained(str(adapter))
-        kind = (*_memory_class(encoding), repr(config))
-        setups.setdefault(kind, partial(_changed, lm, encoding, config, trained_length))
+        changes += [(encoding, PeftConfig.from_pretrained(str(adapter))) for adapter, encoding in adapters]
+    setups = {  # one of each kind: others need the same memory
+        (*_memory_class(encoding), repr(config)): partial(_changed, lm, encoding, config, trained_length)
+        for encoding, config in changes
+    }
+    batch_tokens = default_batch_tokens(load_options.torch_device) if batched else 1
 
     def estimate() -> ForwardPlan:
+        budget = Budget.of(load_options)
         estimator = ForwardEstimator(
-            lm,
-            Budget.of(load_options),
-            weights=weights,
-            batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
-            setups=list(setups.values()),
+            lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
         return _plan(estimator, sizes, chunk)
 
@@ -174,7 +172,7 @@ def plan_forward(
 
 
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
-    """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
+    """Equal for encodings that need the same memory."""
     if encoding is None:
         return False, False
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
@@ -321,20 +319,14 @@ class _ShortenedForward(ChunkedForward):
         if states is None or chunk.shape != states.shape[:2]:
             return super()._decode(chunk, cache)
         for layer in {id(layer): layer for layer in cache.layers}.values():
-            if getattr(layer, "is_initialized", False) and hasattr(layer, "keys"):
-                _advance(layer, chunk.shape[1])
+            if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
+                stop = layer.keys.shape[-2] + chunk.shape[1]
+                layer.keys, layer.values = (buffer[..., :stop, :] for buffer in layer.buffers)
+            elif isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                layer.cumulative_length += chunk.shape[1]
+                kept = min(layer.cumulative_length, layer.sliding_window - 1)
+                layer.keys, layer.values = (
+                    each.new_empty(*each.shape[:-2], kept, each.shape[-1])
+                    for each in (layer.keys, layer.values)
+                )
         return states
-
-
-def _advance(layer: Any, tokens: int) -> None:
-    """Advance a cache layer by `tokens`, without values."""
-    if isinstance(layer, PreallocatedLayer):
-        stop = layer.keys.shape[-2] + tokens
-        layer.keys, layer.values = (buffer[..., :stop, :] for buffer in layer.buffers)
-    elif isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length += tokens
-        kept = min(layer.cumulative_length, layer.sliding_window - 1)
-        layer.keys, layer.values = (
-            states.new_empty(*states.shape[:-2], kept, states.shape[-1])
-            for states in (layer.keys, layer.values)
-        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_extend.data.bundled import MODEL_DIR, passkey_document
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation.prompts import Draft, Task
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -55,19 +55,16 @@ class Passkey(Task):
     name: ClassVar[str] = "passkey"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The prompt of figure 3 in 2306.15595, or that of `passkey_document`."""
+        """The prompt of figure 3 in 2306.15595, or a page of code-like lines."""
         if self.template == "demo":
+            key = "".join(str(rng.randint(int(digit == 0), 9)) for digit in range(5))
             # More lines than needed: a line has more than four tokens.
-            document = passkey_document(rng, filler_lines=tokens // 4 + 16, depth=1.0)
-            filler, _, question = document.prompt.partition("# Remember the pass key.\n")
-            answer, _, question = question.partition("\n")
-            needle = f"# Remember the pass key.\n{answer}\n"
-            question, _, key = question.rpartition("\n")
+            filler = "".join(f"{_code_line(rng)}\n" for _ in range(tokens // 4 + 16))
+            needle = f"# Remember the pass key.\nPASS_KEY = {key}\n"
             hidden = _with_needles(filler, [(depth, needle)], "\n")
             # The answer directly follows the lead, on the line after the question.
-            return Draft(
-                "", lambda size: DEMO_START + hidden(size), question, f"\n{key}", (document.answer,), needle
-            )
+            question, lead = "# What is the pass key?", "\nPASS_KEY = "
+            return Draft("", lambda size: DEMO_START + hidden(size), question, lead, (key,), needle)
         key = str(rng.randint(10_000, 99_999))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key."
         return Draft(
@@ -92,45 +89,40 @@ class Passkey(Task):
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """A magic number for a word, hidden in texts or in repeated filler.
+    """A magic number of 7 digits for a word, hidden in texts or in repeated filler.
 
-    This is the form of RULER (2404.06654), which needs no judge: the answer must contain each
-    number of the word in question. The numbers have 7 digits.
+    This is the form of RULER (2404.06654), which needs no judge: the answer must contain the number.
 
     Attributes:
         new_tokens: tokens reserved for the answer.
         keys: number of words with numbers; the question is for one of the words.
-        values: numbers of each word; the question is for all of them.
         haystack: texts to hide the needles in; repeated filler if empty.
     """
 
     keys: int = 1
-    values: int = 1
     haystack: tuple[str, ...] = field(default=(), repr=False)
 
     name: ClassVar[str] = "needle"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The first number of the word in question at `depth`, all other numbers at random depths."""
+        """The number of the word in question at `depth`, all other numbers at random depths."""
         text = _haystack(self.haystack, rng)
         adjectives, nouns = rng.sample(_ADJECTIVES, self.keys), rng.sample(_NOUNS, self.keys)
         words = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
-        numbers = _absent(rng, text, self.keys * self.values, lambda: str(rng.randint(10**6, 10**7 - 1)))
+        numbers = _absent(rng, text, self.keys, lambda: str(rng.randint(10**6, 10**7 - 1)))
         needles = [
-            f"One of the special magic numbers for {words[i // self.values]} is: {number}."
-            for i, number in enumerate(numbers)
+            f"One of the special magic numbers for {word} is: {number}."
+            for word, number in zip(words, numbers, strict=True)
         ]
         depths = [depth, *(rng.random() for _ in needles[1:])]
-        plural = self.values > 1
-        article, number, verb = ("Some", "numbers", "are") if plural else ("A", "number", "is")
         topic = f"{words[0]} mentioned in the provided text"
         return Draft(
-            f"{article} special magic {number} {verb} hidden within the following text. "
-            f"Make sure to memorize it. I will quiz you about the {number} afterwards.",
+            "A special magic number is hidden within the following text. "
+            "Make sure to memorize it. I will quiz you about the number afterwards.",
             _with_needles(text, list(zip(depths, needles, strict=True)), " "),
-            f"What {verb} {'all ' if plural else ''}the special magic {number} for {topic}?",
-            f" The special magic {number} for {topic} {verb}",
-            tuple(numbers[: self.values]),
+            f"What is the special magic number for {topic}?",
+            f" The special magic number for {topic} is",
+            (numbers[0],),
             needles[0],
         )
 
@@ -142,16 +134,6 @@ class MultiKey(Needle):
     keys: int = 4
 
     name: ClassVar[str] = "multi_key"
-
-
-@dataclass(frozen=True)
-class MultiValue(Needle):
-    """Several numbers for one word; the question is for all of them. The depth is that of the first."""
-
-    new_tokens: int = 96
-    values: int = 4
-
-    name: ClassVar[str] = "multi_value"
 
 
 @dataclass(frozen=True)
@@ -197,9 +179,7 @@ class VariableTracking(Task):
         )
 
 
-TASKS: dict[str, type[Task]] = {
-    cls.name: cls for cls in (Passkey, Needle, MultiKey, MultiValue, VariableTracking)
-}
+TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking)}
 """The tasks by name."""
 
 
@@ -263,6 +243,25 @@ def _absent(rng: random.Random, text: str, count: int, draw: Callable[[], str]) 
         if drawn not in text:
             strings[drawn] = None
     return list(strings)
+
+
+_CODE_NOUNS = "node item path name line index value size count key file data".split()  # noqa: SIM905
+_CODE_VERBS = "get set add load make read find check update parse write close".split()  # noqa: SIM905
+
+
+def _code_line(rng: random.Random) -> str:
+    """One line of plausible code. It has numbers too, so that the pass key is not the only one."""
+    noun, other, verb = rng.choice(_CODE_NOUNS), rng.choice(_CODE_NOUNS), rng.choice(_CODE_VERBS)
+    return rng.choice(
+        (
+            f"{noun} = {verb}_{other}({noun}, {rng.randint(0, 99)})",
+            f"self.{noun} = {other}[{rng.randint(0, 9)}]",
+            f"if {noun} is None: {other} = {rng.randint(0, 99)}",
+            f"{noun}s.append({verb}_{other}({noun}))",
+            f"for {noun} in {other}s: {verb}_{noun}({other})",
+            f"return {verb}_{noun}({other}, {noun})",
+        )
+    )
 
 
 _ADJECTIVES = (  # noqa: SIM905

@@ -348,14 +348,13 @@ class Recipe(Config):
                 f"{', '.join(map(repr, unknown))}",
             )
         if self.positions != CONSECUTIVE:
-            from rope_extend.data.sampled_positions import SAMPLERS
+            from rope_extend.data.sampled_positions import SHORTEST
 
-            shortest = SAMPLERS[self.positions].shortest
             refuse_if(
-                not shortest <= self.length < self.target_length,
+                not SHORTEST <= self.length < self.target_length,
                 f"recipe: positions {self.positions} spreads short blocks over target_length "
                 f"{self.target_length}, but block_length is {self.length}; set block_length to less than "
-                f"target_length, such as the pretrained window, and to {shortest} tokens or more",
+                f"target_length, such as the pretrained window, and to {SHORTEST} tokens or more",
             )
 
     @property

@@ -1,7 +1,6 @@
 """Prompts have the exact length, and contain the answer exactly once."""
 
 import copy
-import random
 import re
 from typing import Any
 
@@ -11,13 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from rope_extend.data.bundled import MODEL_DIR, passkey_document
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
 from rope_extend.evaluation.tasks import (
     TASKS,
     MultiKey,
-    MultiValue,
     Needle,
     Passkey,
     VariableTracking,
@@ -105,13 +103,11 @@ def test_needles_are_between_sentences() -> None:
 
 
 def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
-    """Line by line as `passkey_document` writes it, except for the last line of filler."""
+    """Line by line, except for the last line of filler."""
     kinds = re.compile(
         r"\w+ = \w+\(\w+, \d+\)|self\.\w+ = \w+\[\d\]|if \w+ is None: \w+ = \d+|\w+\.append\(\w+\(\w+\)\)"
         r"|for \w+ in \w+: \w+\(\w+\)|return \w+\(\w+, \w+\)"
     )
-    for line in passkey_document(random.Random(1)).prompt.splitlines()[:-2]:
-        assert kinds.fullmatch(line) or "PASS_KEY" in line or "Remember" in line
     for depth in (0, 0.5, 1):
         prompt = make_prompt(Passkey(template="demo"), PLAIN, 256, depth)
         assert encode(PLAIN, prompt.text, False)[0] == PLAIN.bos_token_id  # as documents begin in pretraining
@@ -137,16 +133,9 @@ def test_a_prompt_follows_from_its_seed(task: Task) -> None:
 
 
 def test_all_needles_are_in_the_prompt() -> None:
-    many = re.findall(
-        r"magic numbers for ([\w-]+) is: (\d{7})\.", make_prompt(MultiKey(), PLAIN, LENGTH).text
-    )
-    assert len(many) == len(dict(many)) == 4
-    prompt = make_prompt(MultiValue(), PLAIN, LENGTH)
-    found = re.findall(r"magic numbers for ([\w-]+) is: (\d{7})\.", prompt.text)
-    assert len({word for word, _ in found}) == 1
-    assert sorted(number for _, number in found) == sorted(prompt.answers)
-    assert f"for {found[0][0]} mentioned in the provided text are" in prompt.text
     prompt = make_prompt(MultiKey(), PLAIN, LENGTH)
+    many = re.findall(r"magic numbers for ([\w-]+) is: (\d{7})\.", prompt.text)
+    assert len(many) == len(dict(many)) == 4
     assert dict(many)[re.search(r"for ([\w-]+) mentioned", prompt.text)[1]] == prompt.answers[0]
 
 
@@ -171,7 +160,7 @@ def test_answers_are_scored_as_in_the_papers() -> None:
         True,
         False,
     ]
-    needle = MultiValue()
+    needle = MultiKey()
     answers = ["1111111", "2222222", "3333333", "4444444"]
     assert needle.score("3333333, and 1111111", answers) == 0.5
     assert needle.score("ABC, def", ["abc", "xyz"]) == 0.5
@@ -205,4 +194,4 @@ def test_a_task_describes_itself() -> None:
     one, other = make_tasks(["needle", "needle"], haystack=[BOOK])[0], Needle(haystack=(BOOK + "!",))
     assert one.describe()["haystack"] != other.describe()["haystack"]
     assert len(one.describe()["haystack"]) == 16
-    assert Needle().describe() == {"name": "needle", "new_tokens": 32, "keys": 1, "values": 1}
+    assert Needle().describe() == {"name": "needle", "new_tokens": 32, "keys": 1}

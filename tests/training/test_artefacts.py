@@ -51,7 +51,6 @@ READERS: dict[str, dict[str, str | None]] = {
         # A run knows its data by a fingerprint of all tokens.
         "bundled._held_out": None,
         "bundled.read_text": None,
-        "token_cache._relevant": None,  # makes an identity
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
@@ -60,7 +59,6 @@ READERS: dict[str, dict[str, str | None]] = {
         "card._recipe": None,  # shows the recipe next to the adapter
         "card.write_card": None,  # asks only whether the card is ours
         "staging.is_our_card": None,  # the same, by a digest in the card
-        "merging._copy_notices": None,  # copies files
         "publishing.private_fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
         "stock_reader": None,  # the request of the process that started this one
