@@ -250,7 +250,7 @@ def _unapplied(model: nn.Module, marks: Mapping[str, tuple[Encoding, RopeShape, 
         if (
             isinstance(encoding, RopeEncoding)
             and not (patch is not None and patch.encoding.beyond_one_table(patch.shape))
-            and (encoding.per_row or not encoding.beyond_one_table(shape))
+            and not encoding.beyond_one_table(shape)
             and has_tables_of(model, encoding, shape, (shape.trained_length, target_length))
         ):
             continue
