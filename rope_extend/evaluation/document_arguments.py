@@ -29,16 +29,14 @@ def documents_from(
     Raises:
         RopeExtendError: a value of another type or shape, or a string without a tokenizer.
     """
+    several: Any = documents
     if isinstance(documents, torch.Tensor | np.ndarray):
-        several = documents.ndim == 2  # a batch
-    elif isinstance(documents, Sequence) and not isinstance(documents, str):
-        several = not documents or not all(isinstance(item, Integral) for item in documents)
-    else:
-        several = isinstance(documents, Iterable) and not isinstance(documents, Document | Mapping | str)
-    return [
-        _document(each, number, tokenizer)
-        for number, each in enumerate(documents if several else [documents])
-    ]
+        several = documents if documents.ndim == 2 else [documents]  # a batch, or one
+    elif isinstance(documents, Document | Mapping | str) or not isinstance(documents, Iterable):
+        several = [documents]
+    elif isinstance(documents, Sequence) and documents:
+        several = [documents] if all(isinstance(item, Integral) for item in documents) else documents
+    return [_document(each, number, tokenizer) for number, each in enumerate(several)]
 
 
 def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
