@@ -11,49 +11,34 @@ from typing import Any
 import numpy as np
 
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.prompts import joined_fingerprint
 from rope_extend.evaluation.results import Cell as RetrievalCell
-from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
+from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult
 
 Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
 
 
 def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]:
-    """The values of a cell of perplexity for JSON.
+    """The values of a cell of perplexity for JSON: arrays as base64, exact, and half as long as their digits.
 
     Args:
         result: the perplexity on one document.
         document: name of the document.
     """
-    arrays = {"nll_by_position": result.nll_by_position, "scored_by_position": result.scored_by_position}
-    losses = {length: packed(of_document) for length, (of_document,) in (result.losses or {}).items()}
-    positions = {name: None if array is None else packed(array) for name, array in arrays.items()}
-    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses}}
+    positions = {
+        name: None if array is None else _packed(array)
+        for name in ("nll_by_position", "scored_by_position")
+        for array in [getattr(result, name)]
+    }
+    losses = {length: [*map(_packed, each)] for length, each in (result.losses or {}).items()}
+    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses or None}}
 
 
-def result_of_cell(values: Values) -> PerplexityResult:
-    """The result of a cell of perplexity."""
-    found = values["result"]
-    scored = found["scored_by_position"]
-    result = PerplexityResult.from_dict({**found, "nll_by_position": [], "scored_by_position": None})
-    return replace(
-        result,
-        nll_by_position=unpacked(found["nll_by_position"], "<f8"),
-        scored_by_position=None if scored is None else unpacked(scored, "<i8"),
-        losses={int(length): [unpacked(text, "<f4")] for length, text in found["losses"].items()} or None,
-    )
-
-
-def packed(array: np.ndarray[Any, Any]) -> str:
-    """The bytes of an array, little-endian, in base64: exact, and half as long as its digits."""
+def _packed(array: np.ndarray[Any, Any]) -> str:
+    """The bytes of an array, little-endian, as base64, which `PerplexityResult.from_dict` reads."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
-
-
-def unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
-    """Inverse of `packed`."""
-    return np.frombuffer(base64.b64decode(text), dtype)
 
 
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[EvaluationRow], list[str]]:
@@ -70,13 +55,12 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[Evalua
     """
     cells = list(cells)
     of_kind = {
-        kind: [values for values in cells if values["kind"] == kind]
-        for kind in (PERPLEXITY, RETRIEVAL, SAMPLE)
+        kind: [values for values in cells if values["kind"] == kind] for kind in (PERPLEXITY, RETRIEVAL)
     }
     measured: dict[str, dict[str, PerplexityResult]] = {label: {} for label in labels}
     names: dict[str, str] = {}
     for values in of_kind[PERPLEXITY]:
-        result = result_of_cell(values)
+        result = PerplexityResult.from_dict(values["result"])
         measured[values["label"]][result.data] = result
         names.setdefault(result.data, values["document"])
     rows_of = Counter(data for results in measured.values() for data in results)
@@ -88,16 +72,12 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[Evalua
     count = max(complete, key=lambda each: (each * len(complete[each]), each), default=0)
     shared = documents[:count]
     answered = retrieved(of_kind[RETRIEVAL], labels)
-    samples: dict[str, list[Sample]] = {}
-    for values in of_kind[SAMPLE]:
-        samples.setdefault(values["label"], []).append(Sample(**values["sample"]))
     about = {values["label"]: values for values in cells}
     rows = [
         EvaluationRow(
             **{item.name: about[label][item.name] for item in fields(EvaluationRow) if item.name in _SUBJECT},
             result=merged([measured[label][data] for data in shared]),
             retrieval=answered.get(label, RetrievalResult()),
-            samples=tuple(samples.get(label, ())),
         )
         for label in complete.get(count, answered)
     ]
@@ -201,9 +181,8 @@ def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, Retri
 def _one_cell(trials: Sequence[Values]) -> RetrievalCell:
     """The scores of some trials of one task, length and depth."""
     first = trials[0]
-    distances = [trial["distance"] for trial in trials if trial["distance"] is not None]
     return RetrievalCell(
-        first["task"], first["length"], first["depth"], min(distances, default=None),
+        first["task"], first["length"], first["depth"],
         tuple(trial["score"] for trial in trials),
         joined_fingerprint(trial["prompt"] for trial in trials),
     )  # fmt: skip

@@ -29,20 +29,15 @@ def documents_from(
     Raises:
         RopeExtendError: a value of another type or shape, or a string without a tokenizer.
     """
+    given: Any = documents
     if isinstance(documents, torch.Tensor | np.ndarray) and documents.ndim == 2:
-        documents = list(documents)  # a batch
-    if _is_one(documents):
-        return [_document(documents, "document", tokenizer)]
-    if not isinstance(documents, Iterable) or isinstance(documents, Mapping):
-        raise RopeExtendError(_problem(documents))
-    return [_document(value, f"document {n}", tokenizer) for n, value in enumerate(documents)]
-
-
-def _is_one(value: Any) -> bool:
-    """Whether the value is one document, and not an iterable of documents."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return bool(value) and all(isinstance(item, Integral) for item in value)
-    return isinstance(value, Document | torch.Tensor | np.ndarray | str)
+        given = list(documents)  # a batch
+    is_ids = isinstance(given, Sequence) and given and all(isinstance(each, Integral) for each in given)
+    if is_ids or isinstance(given, Document | torch.Tensor | np.ndarray | str):
+        given = [given]
+    elif not isinstance(given, Iterable) or isinstance(given, Mapping):
+        raise RopeExtendError(_problem("documents", documents))
+    return [_document(value, f"document {n}", tokenizer) for n, value in enumerate(given)]
 
 
 def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
@@ -54,29 +49,22 @@ def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
                 f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
             )
         value = tokenizer(value, verbose=False)["input_ids"]
-    if isinstance(value, Sequence) and not all(isinstance(item, Integral) for item in value):
-        raise RopeExtendError(f"{name}: {_problem(value)}")
-    if not isinstance(value, torch.Tensor | np.ndarray | Sequence):
-        raise RopeExtendError(f"{name}: {_problem(value)}")
-    if isinstance(value, bytes | bytearray):  # a sequence of whole numbers, but not of token ids
-        raise RopeExtendError(f"{name}: {_problem(value)}")
+    if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
+        raise RopeExtendError(_problem(name, value))
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RopeExtendError(f"{name}: token ids must be whole numbers of 64 bits; {error}") from error
+        raise RopeExtendError(f"{_problem(name, value)} ({error})") from error
     if ids.shape == (0,):  # torch takes an empty list for float32
         ids = ids.to(torch.int64)
     if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise RopeExtendError(
-            f"{name}: token ids must be a 1-D tensor of whole numbers; got {ids.dtype} of shape "
-            f"{tuple(ids.shape)}; pass a batch as a list of its rows"
-        )
+        raise RopeExtendError(f"{_problem(name, value)} of {ids.dtype} and shape {tuple(ids.shape)}")
     return Document(name, ids.detach().to("cpu", torch.int64))
 
 
-def _problem(value: Any) -> str:
+def _problem(name: str, value: Any) -> str:
     hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
     return (
-        "documents must be a Document, a 1-D tensor or list of token ids, a string with tokenizer=, or a "
-        f"list of these; got {type(value).__name__}{hint}"
+        f"{name} must be a Document, a 1-D tensor or list of whole numbers, which are token ids, or a string "
+        f"with tokenizer=; several go into a list; got {type(value).__name__}{hint}"
     )

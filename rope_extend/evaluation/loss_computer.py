@@ -38,7 +38,6 @@ class RunOptions:
     """Where and how a measurement runs. The result does not depend on it, except for rounding.
 
     Attributes:
-        device: device to run on; the model is moved back afterwards. The model's own device by default.
         chunk: tokens of a window that are processed at a time, such as 4096 or `"4k"`. Then activations do
             not grow with the window. Only hidden states and the keys and values of one layer do, or those of
             all layers for families whose layers cannot run one by one. Default: automatic above 131,072
@@ -50,7 +49,6 @@ class RunOptions:
         bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
     """
 
-    device: torch.device | str | None = None
     chunk: int | str | None = None
     suggested_chunk: int | None = None
     chunk_bytes: int | None = None

@@ -107,7 +107,7 @@ def perplexity(
                 logger, shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
             )
             options = replace(options, bar=stack.enter_context(bar))
-        device = stack.enter_context(evaluation_mode(model, options.device))
+        device = stack.enter_context(evaluation_mode(model))
         # Not inference_mode: tensors that a model caches in it cannot be used in training later.
         stack.enter_context(torch.no_grad())
         computer = LossComputer(model, device, options)

@@ -152,6 +152,6 @@ class SearchResult:
             write_text(files / CARD, self.card())
             write_json(files / SUMMARY, self.to_dict())
             curve = [(passes, value) for passes, value in self.curve if math.isfinite(value)]
-            plot_search_curve(curve, files / CURVE, title=f"{self.config.strategy}: fitness so far")
+            plot_search_curve(curve, files / CURVE)
             saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
             saved.write(files / ENCODING_FILE)

@@ -33,7 +33,7 @@ FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
 def retrieved(
     label: str, *scores: tuple[float, ...], task: str = "passkey", data: str = "a"
 ) -> EvaluationRow:
-    cells = [Cell(task, 100 * (n + 1), 0.5, 50, some, f"{data}{n}") for n, some in enumerate(scores)]
+    cells = [Cell(task, 100 * (n + 1), 0.5, some, f"{data}{n}") for n, some in enumerate(scores)]
     return EvaluationRow(label, model="m", trained_length=100, retrieval=RetrievalResult(tuple(cells)))
 
 
@@ -51,8 +51,7 @@ def test_rates_are_compared_prompt_by_prompt() -> None:
     assert found.changes[0].change == paired_rates(FIRST, SECOND)
     assert found.changes[0].change.change == -0.5
     table = markdown(comparison_parts([found]))
-    assert "Retrieval, two against one" in table
-    assert "-50 points" in table
+    assert re.search(r"two +\| passkey +\| +100 \| 75% .* 25% .* -50 ", table)
     # Depths are sorted, in whatever order they were measured.
     cells = [replace(first.retrieval.cells[0], depth=depth, data=str(depth)) for depth in (0.0, 1.0)]
     forth, back = (replace(first, retrieval=RetrievalResult(tuple(some))) for some in (cells, cells[::-1]))
@@ -71,7 +70,6 @@ def test_two_methods_are_compared_document_by_document(
     for one in found.differences:
         assert one.ratio == pytest.approx(linear.result.ppl[one.length] / plain.result.ppl[one.length])
     text = markdown(comparison_parts([found]))
-    assert "linear against none, 4 documents" in text
     assert f"{found.differences[1].nats:+.4f}" in text
     # The second row has only one of the two lengths.
     assert [one.length for one in compare(plain, measured("b", model, [64])).differences] == [64]
@@ -141,16 +139,15 @@ def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.C
     write_report([retrieved("none", SECOND)], tmp_path / "retrieval")
     first, second = tmp_path / "evaluation", tmp_path / "retrieval" / "results.jsonl"
     main(shlex.split(f"compare {first} {second} --output {tmp_path / 'c'}"))
-    assert "Retrieval, none (retrieval) against none (evaluation)" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "c").iterdir()} == {"comparison.md", "comparison_passkey.png"}
+    assert "Retrieval compared" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"comparison.md"}
     with pytest.raises(RopeExtendError, match=r"already holds comparison\.md"):
         compare_saved(first, second, output=tmp_path / "c")
     write_report([scored, replace(scored, label="yarn")], tmp_path / "two")
     main(shlex.split(f"compare {first} {tmp_path / 'two'} --output {tmp_path / 'c'} --overwrite"))
     text = (tmp_path / "c" / "comparison.md").read_text()
     assert text.strip() in capsys.readouterr().out
-    assert "none (two) against none (evaluation), 3 documents" in text
-    assert re.search(r"\| +\+0\.0000 \| \+0\.0000 … \+0\.0000 \| 1\.0000 \|", text)
+    assert re.search(r"\| none \(two\) .* 1\.0000 \| +\+0\.0000 \| \+0\.0000 … \+0\.0000 \|", text)
     assert (tmp_path / "c" / "comparison.png").stat().st_size > 1000
     main(shlex.split(f"compare {tmp_path / 'two'} {tmp_path / 'two'} --row none --row yarn --json"))
     (found,) = json.loads(capsys.readouterr().out)

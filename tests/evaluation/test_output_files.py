@@ -196,8 +196,8 @@ class Runs(RuleBasedStateMachine):
         self.patches.setattr(running, "_measure", self.measure)
         return SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
-            work_text=lambda _: "", wanted=SimpleNamespace(documents=True),
-            config=SimpleNamespace(budget=None, version=version),
+            work_text=lambda _: "",
+            config=SimpleNamespace(budget=None, version=version, documents=True),
             candidates=SimpleNamespace(name="m", load_options=model, prepared=lambda *_: nullcontext()),
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ class Runs(RuleBasedStateMachine):
         """All trials are solved by one version, and none by the other; the loss is the version."""
         if self.kind == RETRIEVAL:
             trial = {
-                "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
+                "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number,
                 "score": version % 2, "prompt": str(cell.number),
             }  # fmt: skip
             cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}

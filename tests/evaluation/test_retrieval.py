@@ -23,7 +23,7 @@ from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
-from rope_extend.evaluation.results import Cell, RetrievalResult
+from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 from rope_extend.models.load_options import LoadOptions
 
@@ -85,37 +85,6 @@ def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **
     return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
 
 
-def with_rates(*rates: float) -> RetrievalResult:
-    """At 1,000 tokens, keys 100, 200, … tokens from the end."""
-    cells = [
-        Cell(
-            "passkey",
-            1000,
-            1 - k / 10,
-            100 * k,
-            tuple([1.0] * round(10 * rate) + [0.0] * round(10 - 10 * rate)),
-        )
-        for k, rate in enumerate(rates, start=1)
-    ]
-    return RetrievalResult(tuple(reversed(cells)))
-
-
-@pytest.mark.parametrize(
-    ("rates", "k_max"),
-    [
-        ((1, 0.9, 0.2), 300),
-        ((1, 0.2, 0.1, 1), 200),  # what comes after the first failure does not count
-        ((0.1, 1, 1), 0),
-        ((0.2, 0.2, 0.2, 0.2), 400),
-    ],
-)
-def test_k_max_is_where_the_first_distance_fails(rates: tuple[float, ...], k_max: int) -> None:
-    assert with_rates(*rates).k_max() == k_max
-    assert with_rates(*rates).k_max(1000) == k_max
-    assert with_rates(*rates).k_max(500) is None
-    assert RetrievalResult().k_max() is None
-
-
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])
 def test_an_oracle_solves_all_and_a_mute_model_nothing(task: Passkey) -> None:
     right, wrong = measured(Oracle(), tasks=[task]), measured(Oracle(sight=1), tasks=[task])
@@ -123,19 +92,14 @@ def test_an_oracle_solves_all_and_a_mute_model_nothing(task: Passkey) -> None:
         assert right.rate("passkey", length).mean == 1
         assert wrong.rate("passkey", length).mean == 0
         assert right.rate("passkey", length).trials == 6
-        assert right.k_max(length) > length / 2
-        assert wrong.k_max(length) == 0
     assert right.depths("passkey") == [0, 0.5, 1]
 
 
-def test_k_max_finds_how_far_a_model_sees() -> None:
+def test_a_cropped_prompt_is_what_a_short_sighted_model_sees() -> None:
     seen = measured(Oracle(sight=300), lengths=[1000], depths=11)
-    assert 200 < seen.k_max() <= 300
-    cropped = measured(
-        Oracle(), lengths=[1000], depths=11, crop=310
-    )  # the same tokens, by cropping the prompt
+    cropped = measured(Oracle(), lengths=[1000], depths=11, crop=310)
     assert cropped.cells == seen.cells
-    assert cropped.crop == 310
+    assert 0 < seen.rate("passkey", 1000).mean < 1
 
 
 def test_cropping_keeps_the_token_that_begins_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +202,11 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     main([*arguments, str(out), "--methods", "yarn"])
     table = capsys.readouterr().out
     rows = read_results(out)
-    assert [row.label for row in rows] == ["none", "none, cropped to 256", "yarn"]
-    assert [row.retrieval.lengths("passkey") for row in rows] == [[256], [320], [256, 320]]
+    assert [row.label for row in rows] == ["yarn", "none, cropped to 256"]
+    assert [row.retrieval.lengths("passkey") for row in rows] == [[256, 320]] * 2
     assert markdown_report(rows).strip() in table
-    assert rows[2].encoding["name"] == "yarn"
-    assert rows[2].trained_length == 256
+    assert rows[0].encoding["name"] == "yarn"
+    assert rows[0].trained_length == 256
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
     assert len(prompts) == 8
     for prompt in prompts:
@@ -253,13 +217,13 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
         )
         assert prompt["text"].endswith("PASS_KEY = ")  # the form that the bundled model knows
     assert {path.name for path in out.glob("*.png")} == {"accuracy_passkey.png"}
-    assert (out / "report.html").read_text().count("<figure") == 1 + 3  # a heat map for each row
+    assert (out / "report.html").read_text().count("<figure") == 1 + 2  # a heat map for each row
     main(["plot", "accuracy", str(out), str(out / "results.jsonl"), "--output", str(tmp_path / "a.svg")])
     main(["plot", "heat-map", str(out), "--row", "yarn", "--output", str(tmp_path / "b.svg")])
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.svg", "b.svg"))
     with pytest.raises(SystemExit):
         main(["plot", "heat-map", str(out), "--output", str(tmp_path / "c.svg")])
-    assert "--row with one of none, none, cropped to 256, yarn" in capsys.readouterr().err
+    assert "--row with one of yarn, none, cropped to 256" in capsys.readouterr().err
 
     with pytest.raises(SystemExit):  # a run is not replaced by mistake
         main([*arguments, str(out), "--methods", "yarn"])
@@ -319,7 +283,6 @@ def test_an_adapter_is_measured_with_its_encoding(
         "adapters": ["yarn"],
     }  # fmt: skip
     results = retrieved(tmp_path / "out", **settings)
-    labels = ["none", "none, cropped to 256", "yarn", "yarn + LoRA"]
-    assert [result.label for result in results] == labels
-    assert results[3].retrieval == results[2].retrieval
-    assert results[3].adapter == "yarn"
+    assert [result.label for result in results] == ["yarn", "none, cropped to 256", "yarn + LoRA"]
+    assert results[2].retrieval == results[0].retrieval
+    assert results[2].adapter == "yarn"
