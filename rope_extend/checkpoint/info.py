@@ -25,7 +25,7 @@ from rope_extend.encodings import (
     methods_from_length,
     rotary_method,
 )
-from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import MAX_DIM, flag, number, whole
+from rope_extend.checks import FLAG, number, whole
 from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule, two_tables
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
@@ -136,7 +136,7 @@ class Clipped(ComposedRope):
     """
 
     channels: Annotated[int | None, whole(1, MAX_DIM)] = None
-    hard: Annotated[bool, flag] = False
+    hard: Annotated[bool, FLAG] = False
 
     name: ClassVar[str] = "clipped"
     paper: ClassVar[str] = "2602.05258"

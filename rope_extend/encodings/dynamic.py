@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import choice, flag
+from rope_extend.checks import FLAG, choice
 from rope_extend.encodings.core.rope import GrowingRope, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.static import TURNS, YaRN, ntk_theta
@@ -76,7 +76,7 @@ class DynamicYaRN(GrowingRope):
 
     beta_fast: Annotated[float, TURNS] = 32.0
     beta_slow: Annotated[float, TURNS] = 1.0
-    truncate: Annotated[bool, flag] = True
+    truncate: Annotated[bool, FLAG] = True
     ramp: Annotated[str, choice("index", "turns")] = "index"
 
     name: ClassVar[str] = "dynamic_yarn"

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from rope_extend.checks import FLAG, choice, whole
 from rope_extend.encodings.core.alternatives import BiasEncoding, LearnedValues, RelativeEncoding
-from rope_extend.encodings.core.checks import check_length, choice, flag, whole
-from rope_extend.encodings.core.shapes import ModelShape
+from rope_extend.encodings.core.shapes import ModelShape, check_length
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import RopeExtendError
 
@@ -109,7 +109,7 @@ class Kerple(BiasEncoding):
     """
 
     kernel: Annotated[str, choice("log", "power")] = "log"
-    per_layer: Annotated[bool, flag] = True
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "kerple"
     paper: ClassVar[str] = "2205.09921"
@@ -157,7 +157,7 @@ class FIRE(BiasEncoding):
     """
 
     width: Annotated[int, whole(1, 4096)] = 32
-    per_layer: Annotated[bool, flag] = True
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "2310.04418"
@@ -272,8 +272,8 @@ class Shaw(RelativeEncoding):
     """
 
     reach: Annotated[int, check_length] = 16
-    values: Annotated[bool, flag] = False
-    per_layer: Annotated[bool, flag] = True
+    values: Annotated[bool, FLAG] = False
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "1803.02155"

@@ -11,18 +11,16 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import (
+from rope_extend.checks import number, whole
+from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
+from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
+from rope_extend.encodings.core.shapes import (
     MAX_FACTOR,
     MAX_LENGTH,
     ZERO_FREQUENCY_DIVISOR,
+    RopeShape,
     check_length,
-    check_number,
-    number,
-    whole,
 )
-from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
-from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
-from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
@@ -44,7 +42,7 @@ def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
     return tuple(
         ZERO_FREQUENCY_DIVISOR
         if value == ZERO_FREQUENCY_DIVISOR
-        else check_number(owner, f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
+        else number(0, MAX_FACTOR, above=True)(owner, f"{field}[{i}]", value)
         for i, value in enumerate(values)
     )
 

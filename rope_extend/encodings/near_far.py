@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import check_length
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 

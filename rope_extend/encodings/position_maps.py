@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from rope_extend.checks import FLAG, number
 from rope_extend.encodings.composed import log_n_scale
-from rope_extend.encodings.core.checks import check_length, flag, number
 from rope_extend.encodings.core.remap import NEAR, Bands, Chunks, Region, RemapEncoding, StartAndWindow
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 
 
@@ -35,7 +35,7 @@ class SelfExtend(RemapEncoding):
 
     group: Annotated[int, check_length]
     window: Annotated[int, check_length]
-    log_n: Annotated[bool, flag] = False
+    log_n: Annotated[bool, FLAG] = False
 
     name: ClassVar[str] = "self_extend"
     paper: ClassVar[str] = "2401.01325"
@@ -83,7 +83,7 @@ class ReRoPE(RemapEncoding):
 
     window: Annotated[int, check_length]
     leak: Annotated[float | None, number(1)] = None
-    log_n: Annotated[bool, flag] = True
+    log_n: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "rerope"
     paper: ClassVar[str] = "Su 2023 (kexue.fm/archives/9708)"

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from rope_extend.models.load_options import input_device
 from rope_extend.models.view import unwrap
@@ -37,10 +36,16 @@ def cast_adapter(model: Any) -> Any:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[torch.device]:
-    """Put a model into evaluation mode; afterwards each module has its old mode.
+def evaluation_mode(model: Any) -> Iterator[torch.device]:
+    """Put a model into evaluation mode. Afterwards each module has its old mode.
 
-    Also resets the peak of CUDA's memory statistics. Yields the device where token ids go.
+    Also resets the peak of CUDA's memory statistics.
+
+    Args:
+        model: a module.
+
+    Yields:
+        The device where token ids go.
     """
     modes = {module: module.training for module in model.modules()}
     device = input_device(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rope_extend.encodings import RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
+from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.view import ORIGINAL_WINDOW, config_record, rotary_part, stock_table

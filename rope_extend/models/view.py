@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rope_extend.checks import number
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import MAX_LENGTH, ZERO_FREQUENCY, check_length, check_number
+from rope_extend.encodings.core.shapes import MAX_LENGTH, ZERO_FREQUENCY, check_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.models.families import adapter_for, find_adapter
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
@@ -145,13 +146,13 @@ def current_window(config: Any) -> int:
     original, factor = parameters.get(ORIGINAL_WINDOW), parameters.get("factor")
     if parameters.get("rope_type", "default") != "yarn" or original is None or factor is None:
         return window
-    factor = check_number("config", "factor", factor, minimum=0, above=True)
+    factor = number(0, above=True)("config", "factor", factor)
     return max(window, round(_window(ORIGINAL_WINDOW, original) * factor))
 
 
 def _window(name: str, value: object) -> int:
     """A window of the config in tokens."""
-    return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
+    return int(number(1, MAX_LENGTH)("config", name, value))
 
 
 class ConfigRecord(NamedTuple):

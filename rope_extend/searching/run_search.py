@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.encodings import RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY
+from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity

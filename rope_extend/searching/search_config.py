@@ -6,12 +6,12 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from rope_extend.checks import FLAG, Kind, choice, number, whole
 from rope_extend.config import (
     COUNT,
-    FLAG,
     LENGTH,
     LENGTHS,
     MODEL,
@@ -20,12 +20,7 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    Kind,
-    choice,
     list_of,
-    number,
-    optional,
-    whole,
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import depths_from
@@ -58,7 +53,7 @@ SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
 HALVED_ABOVE = 512 * 1024
 """Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
 
-_WEIGHTS = optional(list_of(number(0, above=True), "a list of numbers above 0, such as 1,2"))
+_WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as 1,2")
 _SHARE = Kind("a number from 0 to 1", lambda value: number(0, below=1 + 1e-9).parse(value))
 _DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
 
@@ -79,10 +74,10 @@ class SearchConfig(Config):
     target_length: Annotated[int, LENGTH, "the context window to reach, in tokens"]
     data: Annotated[
         str | tuple[str, ...] | None,
-        optional(SOURCES._replace(repeated=True)),
+        replace(SOURCES, repeated=True),
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
-    output: Annotated[str | None, optional(PATH), "directory of the search: its log, and the encoding"] = None
+    output: Annotated[str | None, PATH, "directory of the search: its log, and the encoding"] = None
     strategy: Annotated[str, choice(RACE, GENETIC), "how candidates are chosen"] = RACE
     documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
     holdout: Annotated[
@@ -90,7 +85,7 @@ class SearchConfig(Config):
     ] = 5
     lengths: Annotated[
         tuple[int, ...] | None,
-        optional(LENGTHS),
+        LENGTHS,
         "lengths of the perplexity in the fitness (default: target_length)",
     ] = None
     length_weights: Annotated[
@@ -119,7 +114,7 @@ class SearchConfig(Config):
     ] = PRETRAINED
     current_length: Annotated[
         int | None,
-        optional(LENGTH),
+        LENGTH,
         "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
         "wrong",
     ] = None
@@ -137,32 +132,28 @@ class SearchConfig(Config):
     ] = False
     attention_factor: Annotated[
         float | None,
-        optional(number(0.01, below=100)),
+        number(0.01, below=100),
         "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
-    population: Annotated[int | None, optional(whole(4)), "first candidates (default: 64)"] = None
-    mutants: Annotated[int | None, optional(POSITIVE_COUNT), "mutants of an iteration (default: 16)"] = None
-    crossovers: Annotated[
-        int | None, optional(POSITIVE_COUNT), "crossovers of an iteration (default: 16)"
-    ] = None
-    parents: Annotated[int | None, optional(whole(2)), "best candidates that are kept (default: 32)"] = None
+    population: Annotated[int | None, whole(4), "first candidates (default: 64)"] = None
+    mutants: Annotated[int | None, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = None
+    crossovers: Annotated[int | None, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = None
+    parents: Annotated[int | None, whole(2), "best candidates that are kept (default: 32)"] = None
     iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: Annotated[
-        int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
+        int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
     ] = None
     text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
-    device: Annotated[str | None, optional(TEXT), "device, such as cuda:1 (default: the GPU, if any)"] = None
+    device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
     dtype: Annotated[
         str | None,
-        optional(choice(*DTYPES)),
+        choice(*DTYPES),
         "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
     ] = None
-    attention: Annotated[
-        str | None, optional(choice(*ATTENTION)), "attention implementation (default: sdpa)"
-    ] = None
+    attention: Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"] = None
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {

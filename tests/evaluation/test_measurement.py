@@ -34,11 +34,10 @@ from rope_extend.evaluation.evaluation_config import (
     RetrievalConfig,
     StudyConfig,
 )
-from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.running import run
-from rope_extend.journal import differences, only_writer, writes_to
+from rope_extend.journal import only_writer, writes_to
 from rope_extend.models.parameters import learned_parameters
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -110,7 +109,6 @@ def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[Eval
     [
         {"protocol": "sliding", "stride": 8, "max_tokens": 150},
         {"protocol": "last-k", "last": 8},
-        {"protocol": "all-overlapping", "stride": 16},
     ],
     ids=lambda options: options["protocol"],
 )
@@ -425,31 +423,6 @@ def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(content)
     one = Measurement(config_of(work, data=str(tmp_path), max_documents=3))
     assert [Path(document.name).stem for document in one.documents] == ["a", "c"]
-
-
-def test_an_adapter_that_acts_otherwise_is_another_model() -> None:
-    from rope_extend.checkpoint.peft_models import tuner_layers
-
-    lora = LoraConfig(task_type="CAUSAL_LM", lora_alpha=8, target_modules=["q_proj"])
-    model = get_peft_model(tiny_llama(), lora)
-    identity = model_identity(model)
-    with model.disable_adapter():
-        assert "adapters" in differences(identity, model_identity(model))
-    assert model_identity(model) == identity
-    for _, layer in tuner_layers(model):
-        layer.scale_layer(2.0)
-    assert differences(identity, model_identity(model)).startswith("adapters (")
-
-
-def test_only_buffers_that_are_saved_are_part_of_a_model() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    module.register_buffer("saved", torch.zeros(2, dtype=torch.bool))
-    module[0].register_buffer("cached", torch.zeros(3), persistent=False)
-    before = model_identity(module)
-    module[0].cached += 1
-    assert model_identity(module) == before
-    module.saved[1] = True
-    assert differences(before, model_identity(module)).startswith("weights (")
 
 
 def values(label: str, document: str, sums: float) -> dict[str, Any]:

@@ -77,20 +77,6 @@ def test_sliding_window_mean_is_yarns_and_easycontexts(length: int, stride: int,
     assert result.ppl[length] != pytest.approx(per_token.ppl[length], **SAME)
 
 
-def test_all_overlapping_is_longloras() -> None:
-    """Its `get_as_batch` over one array of tokens, with its rounded e."""
-    model, documents, length, stride = tiny(), texts(60, 20, 53), 16, 5
-    data = torch.cat([document.input_ids for document in documents])
-    starts = list(range(0, len(data) - length, stride))
-    starts.pop()
-    means = [stock_loss(model, data[i : i + length], data[i : i + length]) for i in starts]
-    result = measure(model, documents, [length], protocol="all-overlapping", stride=stride)
-    assert result.ppl[length] == pytest.approx(2.71828 ** np.mean(means), **SAME)
-    assert result.tokens[length] == len(starts) * (length - 1)
-    assert (result.documents, result.dropped_documents) == (3, 0)
-    assert result.interval(length) is None  # one text
-
-
 def test_last_k_is_reropes() -> None:
     """`input_ids[:, -(L+1):]` without the last token as input, and the mean loss of the last k."""
     model, documents, k = tiny(), texts(60, 77, 53), 8
@@ -221,29 +207,24 @@ def test_only_scored_tokens_go_through_the_head() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sliding", {"stride": 17}, "stride=17 exceeds the length 16"),
-        ("sliding", {}, "stride=256 exceeds the length 16; use a stride of at most 16"),
-        ("sliding", {"last": 4}, "takes no last; got 4; leave it out, or use one of last-k"),
+        ("sliding", {"stride": 17}, "stride must be at most 16, the shortest length; got 17"),
+        ("sliding", {}, "stride must be at most 16, the shortest length; got 256"),
         ("sliding", {"window": 4}, "takes no window; got 4; leave it out, or use one of cropped"),
         ("sliding", {"stride": 0}, "not a length"),
-        ("last-k", {"last": 17}, "last=17 exceeds"),
-        ("disjoint", {"stride": 4}, "takes no stride"),
-        ("all-overlapping", {"stride": 16}, None),
-        ("sliding", {"stride": 16, "documents": texts(33)}, None),  # a last window of one token
+        ("last-k", {"last": 17}, "last must be at most 16"),
         ("last-k", {"last": 4, "lengths": [50]}, "'text1', has 50"),  # one more token is needed
-        ("all-overlapping", {"stride": 16, "lengths": [86]}, "has no window of 86 tokens in 90"),
-        ("all-overlapping", {"stride": 16, "documents": []}, "no documents"),
+        ("sliding", {"stride": 16, "documents": []}, "no documents"),
     ],
 )
-def test_settings_are_checked_before_any_work(name: str, options: dict, message: str | None) -> None:
+def test_settings_are_checked_before_any_work(name: str, options: dict, message: str) -> None:
     model = tiny()
-    arguments = {"documents": texts(40, 50), "lengths": [16], "protocol": name, **options}
-    if message is None:
-        assert measure(model, **arguments).stride == 16
-        return
     model.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(RopeExtendError, match=message):
-        measure(model, **arguments)
+        measure(model, **{"documents": texts(40, 50), "lengths": [16], "protocol": name, **options})
+
+
+def test_a_last_window_of_one_token_is_left_out() -> None:
+    assert measure(tiny(), texts(33), [16], protocol="sliding", stride=16).tokens == {16: 30}
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

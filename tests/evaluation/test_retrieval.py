@@ -242,7 +242,7 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
         ({"methods": ["nothing"]}, "nothing"),
         ({"methods": ["yarn"], "lengths": [256]}, "within the trained window"),
         ({"methods": []}, "retrieval: nothing to measure"),
-        ({"tasks": ["common_words"], "lengths": [512]}, "common_words needs about"),
+        ({"tasks": ["multi_key"], "lengths": [64]}, "multi_key needs about"),
         ({"depths": 0}, "depths must be"),
         ({"depths": [0.5, 2]}, "depths must be"),
         ({"chat": "maybe"}, "chat must be"),

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import checked
+from rope_extend.checks import checked
 from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError

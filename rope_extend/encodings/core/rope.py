@@ -11,10 +11,13 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, choice, number
+from rope_extend.checks import choice, number
 from rope_extend.encodings.core.encoding import Encoding, encoding_classes
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, RopeShape
 from rope_extend.errors import RopeExtendError
+
+FINEST_STEP = 1 / 1024
+"""The smallest `step` of a growing schedule, except 0."""
 
 
 class RopeEncoding(Encoding):
