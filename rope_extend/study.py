@@ -6,15 +6,13 @@ import logging
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rope_extend.advice.advice import READS_ALREADY
 from rope_extend.advice.answer import advise
-from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import measure
-from rope_extend.evaluation.evaluation_config import AS_IS, METHODS, PLAIN, StudyConfig
-from rope_extend.evaluation.measurement import Measurement
+from rope_extend.evaluation.evaluation_config import AS_IS, StudyConfig
 from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found
@@ -71,32 +69,13 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
-    said: list[Section] = []
 
-    def lead(measurement: Measurement, found: Found) -> list[Section]:
-        said[:] = [decision(found.rows, config, _later(measurement, found))]
-        return said
+    def verdict(found: Found) -> Section:
+        missing = dict.fromkeys(cell.row.label for cell in found.missing)
+        return decision(found.rows, config, [*missing])
 
-    found = measure(without_needless_methods(config), resume=resume, overwrite=overwrite, lead=lead)
-    return Study(found, said[0])
-
-
-def _later(measurement: Measurement, found: Found) -> list[str]:
-    """The labels of the rows to judge of which something is not measured yet."""
-    candidates = measurement.candidates
-    controls = {PLAIN, *candidates.plain_methods, *candidates.plain_adapters}
-    unfinished = {cell.row.label for cell in found.missing}
-    judged = [row.label for row in measurement.rows if (row.method or row.adapter) not in controls]
-    return [label for label in judged if label in unfinished]
-
-
-def without_needless_methods(config: StudyConfig) -> StudyConfig:
-    """The settings with plain RoPE alone, if no methods are named and the model has the target already."""
-    if config.methods != METHODS:
-        return config
-    trained = info(config.model, trained_length=config.trained_length).shape.trained_length
-    assert config.target_length is not None
-    return config if config.target_length > trained else replace(config, methods=(PLAIN,))
+    found = measure(config, resume=resume, overwrite=overwrite, lead=verdict)
+    return Study(found, verdict(found))
 
 
 def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Section:

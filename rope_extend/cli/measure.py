@@ -19,7 +19,7 @@ from rope_extend.evaluation.evaluation_config import (
     StudyConfig,
 )
 from rope_extend.evaluation.protocols import protocol_help
-from rope_extend.files import check_new
+from rope_extend.files import check_new, write_text
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 KINDS = (
@@ -91,11 +91,7 @@ def report(arguments: argparse.Namespace) -> None:
     which method to use, or to train. It can be stopped at any time, and the same command with --resume
     continues.
     """
-    config = model_config(StudyConfig, arguments)
-
-    from rope_extend.study import without_needless_methods
-
-    _measure(without_needless_methods(config) if arguments.plan else config, arguments)
+    _measure(model_config(StudyConfig, arguments), arguments)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +103,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         "that both runs have)"
     )
     parser.add_argument("--row", action="append", default=[], metavar="LABEL", help=text)
-    add_output(parser, "DIR", "directory for comparison.md and the pictures")
+    add_output(parser, "FILE", "file for the tables, as Markdown")
     add_json(parser, "print JSON instead of tables")
 
 
@@ -122,15 +118,15 @@ def compare(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report_parts import comparison_parts
     from rope_extend.report.page import markdown
 
-    found, paths = compare_saved(
-        *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
-    )
-    if arguments.json:
-        print(json.dumps([comparison.to_dict() for comparison in found], indent=2))
-        return
-    print(markdown(comparison_parts(found)))
-    if paths:
-        print("written:", *paths)
+    if arguments.output:
+        check_new(Path(arguments.output), overwrite=arguments.overwrite)
+    first, second = arguments.runs
+    found = compare_saved(first, second, arguments.row)
+    text = markdown(comparison_parts(found))
+    print(json.dumps([comparison.to_dict() for comparison in found], indent=2) if arguments.json else text)
+    if arguments.output:
+        write_text(Path(arguments.output), text)
+        print("written:", arguments.output, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def _add_settings(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str, plan: str) -> None:

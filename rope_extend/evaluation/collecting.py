@@ -14,7 +14,7 @@ from rope_extend.evaluation import statistics
 from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.prompts import joined_fingerprint
 from rope_extend.evaluation.results import Cell as RetrievalCell
-from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 
 Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
@@ -32,8 +32,7 @@ def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]
         for name in ("nll_by_position", "scored_by_position")
         for array in [getattr(result, name)]
     }
-    losses = {length: [*map(_packed, each)] for length, each in (result.losses or {}).items()}
-    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses or None}}
+    return {"document": document, "result": {**result.to_dict(), **positions}}
 
 
 def _packed(array: np.ndarray[Any, Any]) -> str:
@@ -112,7 +111,6 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         document_nll=nll,
         document_terms=terms,
-        losses=_losses(results),
     )
 
 
@@ -131,16 +129,6 @@ def _by_position(results: Sequence[PerplexityResult]) -> tuple[Any, Any]:
     return means, None if results[0].scored_by_position is None else scored
 
 
-def _losses(results: Sequence[PerplexityResult]) -> dict[int, list[Losses]] | None:
-    """The losses of all documents, by the longest length of each pass; None if they were not kept."""
-    if any(result.losses is None for result in results):
-        return None
-    return {
-        length: [losses for result in results for losses in (result.losses or {})[length]]
-        for length in results[0].losses or {}
-    }
-
-
 def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:
     """The retrieval of each row that answered a prompt, from cells of a few prompts each.
 
@@ -151,22 +139,22 @@ def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, Retri
         labels: the labels of the rows, in order.
     """
     depths: dict[tuple[str, int], dict[float | None, None]] = {}
-    found: dict[str, dict[tuple[str, int, int], dict[float | None, Values]]] = {label: {} for label in labels}
+    found: dict[str, dict[tuple[str, int], dict[int, dict[float | None, Values]]]] = {
+        label: {} for label in labels
+    }
     for values in cells:
         for trial in values["trials"]:
-            task, length, depth = trial["task"], trial["length"], trial["depth"]
-            depths.setdefault((task, length), {})[depth] = None
-            found[values["label"]].setdefault((task, length, trial["trial"]), {})[depth] = trial
+            key, depth = (trial["task"], trial["length"]), trial["depth"]
+            depths.setdefault(key, {})[depth] = None
+            found[values["label"]].setdefault(key, {}).setdefault(trial["trial"], {})[depth] = trial
     results = {}
-    for label, trials in found.items():
-        own = [cell for cell in cells if cell["label"] == label]
-        whole = {key: trials[key] for key in sorted(trials) if trials[key].keys() == depths[key[:2]].keys()}
-        groups = [
-            _one_cell([by_depth[depth] for key, by_depth in whole.items() if key[:2] == which])
-            for which in depths
-            if any(key[:2] == which for key in whole)
-            for depth in depths[which]
-        ]
+    for label, tasks in found.items():
+        own, groups = [cell for cell in cells if cell["label"] == label], []
+        for key, all_depths in depths.items():
+            trials = [
+                each for _, each in sorted(tasks.get(key, {}).items()) if each.keys() == all_depths.keys()
+            ]
+            groups += [_one_cell([each[depth] for each in trials]) for depth in all_depths if trials]
         if groups:
             results[label] = RetrievalResult(
                 tuple(groups),

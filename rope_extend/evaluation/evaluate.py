@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 
 import yaml
@@ -71,7 +71,7 @@ def measure(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
-    lead: Callable[[Measurement, Found], Sequence[Section]] = lambda *_: (),
+    lead: Callable[[Found], Section] | None = None,
 ) -> Found:
     """Run a measurement, and write its report if the config has a directory for it.
 
@@ -95,8 +95,8 @@ def measure(
     measurement = Measurement(config)
 
     def report(found: Found) -> None:
-        first = [*lead(measurement, found), *found.lead]
         if directory is not None and found.rows and is_main_process():
+            first = [*([lead(found)] if lead else []), *found.lead]
             write_report(
                 found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
                 end=[how_it_was_made(config)],

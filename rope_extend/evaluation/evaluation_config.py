@@ -43,9 +43,6 @@ AS_IS = "as-is"
 PLAIN = "none"
 """The row with plain RoPE, with which every other row is compared."""
 
-BATCH_TOKENS = 32_768
-"""Default number of prompt tokens that are answered together. A batch has at least one prompt."""
-
 
 def _names(value: Any) -> tuple[str, ...]:
     """Names or paths, each once; an empty list is allowed, and text is split at commas."""
@@ -95,14 +92,12 @@ class Prompts(NamedTuple):
         lengths: tokens of the prompts.
         options: depths, number of trials, seed and chat template.
         template: form of the passkey task; None for that of the model.
-        batch_tokens: prompt tokens that are answered together.
     """
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     options: PromptOptions = PromptOptions()
     template: str | None = None
-    batch_tokens: int = BATCH_TOKENS
 
 
 DEPTHS, TRIALS = 5, 4
@@ -179,7 +174,6 @@ class ModelConfig(Config):
     # What not all measurements have as a setting.
     documents = planned = planned_maps = True
     protocol = "prefix"
-    save_losses = False
     chunk = max_tokens = cast("int | None", None)
 
     command: ClassVar[str] = "evaluate"
@@ -277,7 +271,6 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
-    save_losses: Annotated[bool, FLAG, "keep the loss of every token, float32, in cells.jsonl"] = False
     retrieval: Annotated[
         int | str,
         or_auto(COUNT),
@@ -294,7 +287,7 @@ class EvaluationConfig(ModelConfig):
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "stride", "last", "max_tokens", "chunk", "save_losses", "retrieval",
+            "protocol", "window", "stride", "last", "max_tokens", "chunk", "retrieval",
             "retrieval_lengths",
         ),
     }  # fmt: skip
@@ -349,16 +342,15 @@ class PromptConfig(ModelConfig):
         "form of the passkey task (default: published; demo for the bundled model)",
     ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
-    batch_tokens: Annotated[int, LENGTH, "prompt tokens that are answered together"] = BATCH_TOKENS
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed", "batch_tokens"),
+        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
     }
 
     def asked(self, lengths: Iterable[int]) -> Prompts:
         """The prompts of these lengths."""
         options = PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
-        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template, self.batch_tokens)
+        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template)
         return asked if self.tasks else Prompts()
 
 

@@ -44,6 +44,8 @@ from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
+BATCH_TOKENS = 32_768
+"""Prompt tokens that are answered together. A batch has at least one prompt."""
 KINDS = {PERPLEXITY: "documents", RETRIEVAL: "batches of prompts"}
 """What the cells of each kind are, in words."""
 
@@ -83,8 +85,9 @@ class Measurement:
         same = config.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
         self.crops = config.cropped and self._extends and same
         self.rows = self._rows(config.documents, config.cropped)
-        whole = [row for row in self.rows if row.crop is None]
-        self.passes = dict(zip(whole, self._pass_lengths(), strict=False))
+        measured = {*candidates.encodings, *candidates.records}  # all but controls
+        whole = [row for row in self.rows if row.crop is None and (row.method or row.adapter) in measured]
+        self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
         self.plan = self._plan() if config.planned else None
         if self.plan is not None and texts:
             logger.info("%s", self.plan)
@@ -175,7 +178,7 @@ class Measurement:
                     refused = error  # the trained window may be too short for a task
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                size = max(1, asked.batch_tokens // prompts[0].tokens)
+                size = max(1, BATCH_TOKENS // prompts[0].tokens)
                 self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
         if refused is not None and not self.batches and not self.config.documents:
             raise refused
@@ -244,7 +247,6 @@ class Measurement:
         for row in self.rows:
             shared = {**self._row_identity(row), "protocol": self.rule.name, **self.settings}
             shared |= {"lengths": self.lengths, "window of context": row.crop}
-            shared |= {"losses": True} if self.config.save_losses else {}
             for number, document in enumerate(self.documents):
                 windows = self._windows(row, len(document))
                 work = sum(map(self._seconds, windows))

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,6 @@ from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.output_directory import FILES, PROMPTS, RESULTS, TABLE, check_files
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.report_parts import (
-    comparison_parts,
     perplexity_section,
     report_parts,
     retrieval_sections,
@@ -34,7 +34,6 @@ from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
 
-COMPARISON, RATIOS = "comparison.md", "comparison.png"
 TITLE = "Perplexity and retrieval by length"
 
 
@@ -65,13 +64,11 @@ def write_report(
     Raises:
         RopeExtendError: there are no rows, two have the same label, or `check_files` refuses the directory.
     """
-    labels = [row.label for row in rows]
-    if not rows or len({*labels}) < len(labels):
-        twice = sorted({label for label in labels if labels.count(label) > 1})
+    if not rows:
+        raise RopeExtendError("no rows to report; measure at least one")
+    if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
         raise RopeExtendError(
             f"rows with the same label cannot be told apart: {', '.join(twice)}; give each a label of its own"
-            if rows
-            else "no rows to report; measure at least one"
         )
     directory = check_files(directory, FILES, overwrite=overwrite)
     shown = [replace(row, label=writable(row.label)) for row in rows]
@@ -155,10 +152,6 @@ def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
         names += [name] * len(found)
     if len({row.result.data for row in rows if row.result}) > 1:
         logger.warning("these rows were measured on different texts, so they cannot be compared")
-    cells = [cell for row in rows for cell in row.retrieval.cells]
-    prompts = {(cell.task, cell.length, cell.depth, cell.data) for cell in cells}
-    if len(prompts) > len({which[:3] for which in prompts}):
-        logger.warning("these rows answered different prompts, so they cannot be compared")
     labels = distinct_labels([row.label for row in rows], names)
     return [replace(row, label=label) for row, label in zip(rows, labels, strict=True)]
 
@@ -177,14 +170,7 @@ def card_results(rows: Sequence[EvaluationRow]) -> dict[str, Any]:
     return {"results": "\n\n".join(tables) + "\n", "draw": partial(plot_perplexity, scored)}
 
 
-def compare_saved(
-    first: str | Path,
-    second: str | Path,
-    *,
-    rows: Sequence[str] = (),
-    output: str | Path | None = None,
-    overwrite: bool = False,
-) -> tuple[list[Comparison], list[Path]]:
+def compare_saved(first: str | Path, second: str | Path, rows: Sequence[str] = ()) -> list[Comparison]:
     """Compare the rows of two runs on the same tokens and prompts.
 
     Args:
@@ -192,27 +178,9 @@ def compare_saved(
         second: another run, or the same one.
         rows: labels. None: all labels that both runs have, or the only row of each. One: the label in both
             runs. Two: the label in the first run and the label in the second.
-        output: directory for the tables and the picture of the ratios.
-        overwrite: replace a comparison in that directory.
-
-    Returns:
-        The comparisons, and the paths of the written files.
 
     Raises:
-        RopeExtendError: the runs have different texts or prompts, there is nothing to pair, or the directory
-            holds a comparison already.
+        RopeExtendError: the runs have different texts or prompts, or there is nothing to pair.
     """
-    from rope_extend.plots.curves import plot_ratio
-
     both = [read_results(path) for path in (first, second)]
-    found = [compare(*pair) for pair in pairs(*both, names=distinct_names([first, second]), rows=rows)]
-    if output is None:
-        return found, []
-    scored = [pair for pair in found if pair.differences]
-    names = [COMPARISON, *([RATIOS] if scored else [])]
-    directory = check_files(output, names, overwrite=overwrite)
-    with replacing_files(directory, last=COMPARISON) as files:
-        write_text(files / COMPARISON, markdown(comparison_parts(found)))
-        if scored:
-            plot_ratio(scored, files / RATIOS)
-    return found, [directory / name for name in names]
+    return [compare(*pair) for pair in pairs(*both, names=distinct_names([first, second]), rows=rows)]

@@ -38,12 +38,9 @@ class PerplexityResult:
         data: fingerprint of the scored token sequences. Results can be compared only if it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: total number of tokens that the model processed.
-        seconds: wall time of all documents, including those of an interrupted measurement. With several
-            processes, the time of the slowest.
-        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
-            process so far.
-        stride: the protocol's setting, in tokens, if it has one.
-        last: the protocol's setting, in tokens, if it has one.
+        seconds: wall time of all documents.
+        peak_memory_bytes: peak allocation on CUDA; elsewhere the peak resident size of the process so far.
+        stride, last: settings of the protocol in tokens, if it has them.
         scored_by_position: int64, the number of losses in each entry of `nll_by_position`; None if each entry
             has one loss of every document.
         document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
@@ -90,23 +87,6 @@ class PerplexityResult:
         """The settings of the protocol: `window`, `stride` or `last`, in tokens."""
         values = {"window": self.window, "stride": self.stride, "last": self.last}
         return {name: value for name, value in values.items() if value is not None}
-
-    def within(self, window: int) -> float:
-        """Perplexity over the targets at positions below `window`."""
-        return self._mean(slice(0, max(window, 1) - 1), f"below {window}")
-
-    def beyond(self, window: int) -> float:
-        """Perplexity over the targets at positions `window` and above, which were never seen in training."""
-        return self._mean(slice(max(window, 1) - 1, None), f"from {window} on")
-
-    def _mean(self, positions: slice, description: str) -> float:
-        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, positions)
-        if scored == 0:
-            raise RopeExtendError(
-                f"no scored position {description}: this result covers positions 1 to "
-                f"{len(self.nll_by_position)}"
-            )
-        return statistics.ppl(mean)
 
     def interval(self, length: int) -> tuple[float, float] | None:
         """95 % interval of the perplexity at a length, over documents; None for fewer than three."""
@@ -185,10 +165,7 @@ class RetrievalResult:
     Attributes:
         cells: one for each task, length and depth.
         crop: number of a prompt's last tokens that the model saw; None for all of them.
-        seconds: wall time, including that of an interrupted measurement.
-        forward_tokens: prompt tokens processed.
-        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
-            process so far.
+        seconds, forward_tokens, peak_memory_bytes: as in `PerplexityResult`, of the prompts.
     """
 
     cells: tuple[Cell, ...] = ()

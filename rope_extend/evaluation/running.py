@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.journal import only_writer
-from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.progress import progress_bar
@@ -46,13 +45,11 @@ class Found:
     """What a measurement has found.
 
     Attributes:
-        rows: what was measured of each row that is finished on all of `documents`.
-        documents: names of the documents that the rows are compared on.
+        rows: what was measured of each row, on the documents that the rows share.
         missing: the cells that are not finished.
     """
 
     rows: list[EvaluationRow]
-    documents: list[str]
     missing: list[Cell]
 
     @property
@@ -166,12 +163,9 @@ def _measure_all(
                 prepared = measurement.candidates.prepared(lm, cell.row.method, cell.row.adapter)
                 model = stack.enter_context(prepared)
             row = cell.row
-            started, values = time.perf_counter(), None
-            with _optional(measurement, cell):
-                values = _measure(measurement, model, cell, bar)
+            started = time.perf_counter()
+            values = _measure(measurement, model, cell, bar)
             done += cell.work
-            if values is None:
-                continue
             store.write(cell, {**values, "seconds": time.perf_counter() - started, "device": device})
             if progress:
                 left = f"{format_duration(_seconds(work - done, done, begun))} to go"
@@ -181,18 +175,6 @@ def _measure_all(
 def _seconds(work: float, done: float, begun: float) -> float:
     """The seconds that some work will take, at the speed of what is done since `begun`."""
     return work * (time.perf_counter() - begun) / done if done else 0.0
-
-
-@contextmanager
-def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
-    """If memory runs out in what is not worth losing the perplexity, only warn."""
-    try:
-        yield
-    except RopeExtendError as error:
-        is_needed = cell.kind == PERPLEXITY or not measurement.config.documents
-        if is_needed or error.__cause__ is None or not is_out_of_memory(error.__cause__):
-            raise
-        logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
 
 
 def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:
@@ -223,7 +205,6 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
         measurement.documents[cell.number],
         lengths,
         protocol=protocol,
-        save_losses=config.save_losses,
         options=RunOptions(chunk, bar),
         **settings,
     )
@@ -235,13 +216,13 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
     try:
-        rows, documents = collect([each for each in values if each is not None], labels)
+        rows, _ = collect([each for each in values if each is not None], labels)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise RopeExtendError(
             f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "
             "restore cells.jsonl from a copy, or measure again with overwrite=True"
         ) from error
-    return Found(rows, documents, [c for c, each in zip(cells, values, strict=True) if each is None])
+    return Found(rows, [c for c, each in zip(cells, values, strict=True) if each is None])
 
 
 def _device_name(lm: Any) -> str:

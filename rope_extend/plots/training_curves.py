@@ -1,11 +1,11 @@
-"""A fine-tuning run: loss, and perplexity before and after; and the progress of a search."""
+"""A fine-tuning run: loss, and perplexity before and after."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -106,27 +106,4 @@ def plot_course(
     perplexity_axis(axes)
     length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
     mark_window(axes, trained_length)
-    return canvas.save()
-
-
-def plot_search_curve(
-    curve: Sequence[tuple[int, float]], path: str | Path, *, title: str | None = None
-) -> Path:
-    """Draw the best fitness so far, in nats per token, against the number of documents measured.
-
-    Args:
-        curve: documents measured, each counted once for a candidate, and the best fitness, ascending.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: the format is unknown.
-    """
-    canvas = Canvas(path, "Search", "the best fitness on all documents so far")
-    axes = canvas.axes
-    passes, values = zip(*curve, strict=True) if curve else ((), ())
-    axes.plot(passes, values, color=PALETTE[0], linewidth=2, marker="o", markersize=4, drawstyle="steps-post")
-    axes.set_xlabel("documents measured", color=INK)
-    axes.set_ylabel("fitness, nats per token", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     return canvas.save()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from rope_extend.plots.palette import (
     PLAIN,
     dark_colour,
     look,
-    looks_of_rows,
     with_dark_colours,
 )
-from rope_extend.plots.style import PALETTE, Canvas, method_colour
+from rope_extend.plots.style import PALETTE, method_colour
 from rope_extend.plots.style import PLAIN as PLAIN_LINE
 
 OFTEN_TOGETHER = ("none", "linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope", "llama3", "abf")
@@ -62,14 +60,6 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert method_colour("none") == PLAIN_LINE == look("none").colour
 
 
-def test_rows_of_one_method_and_kind_have_different_shades() -> None:
-    rows = [("yarn", "untrained"), ("yarn", "fine-tuned"), ("yarn", "fine-tuned"), ("none", "fine-tuned")]
-    first, trained, second, plain = looks_of_rows(rows)
-    assert first == trained == look("yarn")  # their dashes differ
-    assert len({found.colour for found in (trained, second, plain)}) == 3
-    assert all(a.marker != b.marker for a, b in combinations((trained, second), 2))
-
-
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_every_picture_has_a_dark_colour_for_each_colour(path: Path) -> None:
     written = path.read_text("utf-8")
@@ -81,12 +71,3 @@ def test_every_picture_has_a_dark_colour_for_each_colour(path: Path) -> None:
             assert contrast(dark_colour(colour), NIGHT) >= 3, colour
         else:
             assert contrast(dark_colour(colour), NIGHT) < 3, colour
-
-
-def test_a_picture_that_is_drawn_now_has_the_style(tmp_path: Path) -> None:
-    canvas = Canvas(tmp_path / "a.svg", "title")
-    canvas.axes.plot([1, 2], [1, 2], color=HUES[0][0])
-    text = canvas.save().read_text("utf-8")
-    assert len(STYLE.findall(text)) == 1
-    assert f'[style*="stroke: {HUES[0][0]}"] {{stroke: {HUES[0][1]} !important}}' in text
-    assert ">title</text>" in text  # text as text

@@ -80,5 +80,3 @@ def test_runs_in_directories_of_the_same_name_have_different_labels(
     assert not caplog.text
     read_runs([*paths, tmp_path / "c" / "out"])
     assert "measured on different texts" in caplog.text
-    read_runs([tmp_path / "x" / "out", tmp_path / "y" / "out"])
-    assert "answered different prompts" in caplog.text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -267,21 +265,6 @@ def test_a_damaged_cell_is_refused_before_others_are_measured(
     assert not measured
 
 
-def test_losses_of_tokens_are_kept(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(work, output=str(tmp_path), methods=("none",), save_losses=True)
-    rows = rx.evaluate(config, progress=False)
-    measured = count_measured(monkeypatch)
-    again = rx.evaluate(config, resume=True, progress=False)
-    assert not measured
-    for row, other in zip(rows, again, strict=True):
-        assert numbers(row.result) == numbers(other.result)
-        for ours, theirs in zip(row.result.losses[128], other.result.losses[128], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    line = json.loads((tmp_path / CELLS).read_text().splitlines()[1])  # as docs/measuring.md says
-    losses = np.frombuffer(base64.b64decode(line["result"]["losses"]["128"][0]), "<f4")
-    np.testing.assert_array_equal(losses, rows[0].result.losses[128][0])
-
-
 def saved(adapter: Path, *, alpha: int = 4, learned: float = 0.0) -> None:
     """An adapter of `fire` on the model in `work`, with the same LoRA matrices every time."""
     torch.manual_seed(0)
@@ -330,31 +313,6 @@ def test_an_answer_depends_on_the_tokenizer() -> None:
     assert one.cells()[0].digest != first
 
 
-@pytest.mark.slow
-def test_interrupted_retrieval_answers_each_batch_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RetrievalConfig(
-        model=str(MODEL_DIR), lengths=(256, 320), methods=("none", "yarn"), depths=2, trials=2,
-        batch_tokens=700, output=str(tmp_path / "out"),
-    )  # fmt: skip
-    expected = rx.retrieve(replace(config, output=None), progress=False)
-    with monkeypatch.context() as patch:
-        count_measured(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            rx.retrieve(config, progress=False)
-    measured = count_measured(monkeypatch)
-    again = rx.retrieve(config, resume=True, progress=False)
-    assert [row.retrieval for row in again] == [row.retrieval for row in expected]
-    whole = Measurement(config).cells()
-    assert len(measured) == len(whole) - 3
-    assert {len(batch) for batch in Measurement(config).batches} == {2}
-    lines = [json.loads(line) for line in (tmp_path / "out" / CELLS).read_text().splitlines()[1:]]
-    assert all(trial["response"] for line in lines for trial in line["trials"])
-    with pytest.raises(RopeExtendError, match="differs in prompts"):
-        rx.retrieve(replace(config, seed=7), resume=True, progress=False)
-
-
 def test_a_budget_stops_and_says_what_is_missing(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,26 +353,6 @@ def test_the_plan_counts_what_is_processed(
     assert sum(cell.tokens for cell in one.cells()) == sum(counts) > 0
     without_texts = Measurement(replace(config, data=None), texts=False)
     assert without_texts.work_text() == one.work_text()
-
-
-def test_running_out_of_memory_in_a_control_costs_no_row(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RopeExtendError("no room") from torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(running, "answer_batch", fail)
-    config = EvaluationConfig(
-        model=str(MODEL_DIR), data="demo:evaluation", lengths=(128, 256), methods=("none",), retrieval=1,
-        max_documents=1,
-    )  # fmt: skip
-    caplog.set_level(logging.WARNING)
-    (row,) = rx.evaluate(config, progress=False)
-    assert row.result.documents == 1
-    assert "none: retrieval is not measured: no room" in caplog.text
-    monkeypatch.setattr(running, "perplexity", fail)
-    with pytest.raises(RopeExtendError, match="no room"):
-        rx.evaluate(config_of(work, methods=("none",)), progress=False)
 
 
 def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:

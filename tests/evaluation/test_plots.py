@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import matplotlib
@@ -85,17 +84,6 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
     assert len({to_hex(line.get_color()) for line in lines(drawn[1].axes).values()}) == 3
 
 
-@pytest.mark.parametrize("count", [1, 14])
-def test_the_legend_covers_no_line(count: int, drawn, tmp_path: Path) -> None:
-    many = [row(f"method {i} $", f"method{i}", 2 + i / 1000) for i in range(count)]
-    plots.plot_perplexity(many, tmp_path / "a.svg")
-    SAVE(drawn[0])
-    (legend,) = drawn[0].figure.legends
-    assert len(legend.get_texts()) == count
-    assert not legend.get_window_extent().overlaps(drawn[0].axes.get_window_extent())
-    assert drawn[0].axes.get_window_extent().width > 400
-
-
 def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
     bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
     worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
@@ -175,46 +163,6 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("a*"))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ticks"),
-    [
-        ([128, 256, 512], [128, 256, 512]),
-        ([512 * n for n in range(1, 65)], [512 * 2**n for n in range(7)]),
-        ([100 * n for n in range(1, 41)], None),
-        ([700], [700]),
-    ],
-)
-def test_lengths_are_labelled_if_there_is_room(
-    lengths: list[int], ticks: list[int] | None, drawn, tmp_path: Path
-) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], tmp_path / "a.png")
-    (picture,) = drawn
-    low, high = picture.axes.get_xlim()
-    shown = [round(tick) for tick in picture.axes.get_xticks()]
-    inside = [tick for tick in shown if low <= tick <= high]
-    assert inside == ticks or ticks is None
-    assert len(inside) >= 1
-    boxes = [
-        label.get_window_extent()
-        for tick, label in zip(shown, picture.axes.get_xticklabels(), strict=True)
-        if low <= tick <= high
-    ]
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-
-
-def test_a_heat_map_has_a_scale_and_numbers_if_there_is_room(drawn, tmp_path: Path) -> None:
-    def cells(count: int) -> rx.EvaluationRow:
-        found = [Cell("passkey", 64 * (n + 1), d / 4, (1.0, 0.0)) for n in range(count) for d in range(5)]
-        return rx.EvaluationRow("a", trained_length=64, retrieval=RetrievalResult(tuple(found)))
-
-    for count, numbers in ((4, 20), (40, 0)):
-        plot_heat_map(cells(count), "passkey", tmp_path / "a.png")
-        texts = [text.get_text() for text in drawn[-1].axes.texts]
-        assert texts.count("50") == numbers
-        assert len(drawn[-1].figure.axes) == 2
-        assert "a · trials solved, %" in texts
-
-
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     cells = [
         Cell("passkey", 1000, depth, tuple(float(n < solved) for n in range(10)))
@@ -232,17 +180,3 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
         plot_heat_map(one, "multi_key", tmp_path / "none.png")
     with pytest.raises(RopeExtendError, match="no rows"):
         plot_accuracy([one], "needle", tmp_path / "none.png")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "words"),
-    [((64, 128), "beyond the trained window, 32"), ((8, 16), "within the trained window, 32")],
-)
-def test_a_window_outside_the_axis_is_still_named(lengths, words: str, drawn, tmp_path) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], tmp_path / "a.png")
-    (picture,) = drawn
-    (label,) = (text for text in picture.axes.texts if text.get_text() == words)
-    assert picture.figure.bbox.contains(*label.get_window_extent().p0)
-    low, high = picture.axes.get_xlim()
-    assert low <= lengths[0] <= lengths[-1] <= high
-    assert high / low < 4

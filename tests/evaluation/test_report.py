@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from covering import few
 
 import rope_extend as rx
-from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
@@ -237,41 +234,6 @@ def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
         assert [(pair.second.label, pair.first.label) for pair in found] == [
             (label, before) for label in labels
         ]
-
-
-@pytest.mark.usefixtures("private_cache")
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    few(
-        [
-            ("--methods yarn", ["yarn", "none, cropped to 32"]),
-            ("--methods none,yarn", ["none", "none, cropped to 32", "yarn"]),
-            ("", ["as-is", "as-is, cropped to 32"]),
-            ("--methods yarn --no-cropped", ["yarn"]),
-            ("--methods none,yarn --protocol sliding --stride 8", ["none", "none, cropped to 32", "yarn"]),
-            ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn", "none, cropped to 32"]),
-            ("--methods none,yarn --protocol sliding-window-mean --stride 8", ["none", "yarn"]),
-        ],
-        3,
-        1,
-    ),
-)
-def test_the_controls_are_in_the_default_report(
-    options: str, labels: list[str], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,32,64 {options}"
-    main(shlex.split(f"{command} --output {tmp_path}"))
-    rows = read_results(tmp_path)
-    assert [r.label for r in rows] == labels
-    assert len({r.result.data for r in rows}) == 1
-    table = capsys.readouterr().out
-    before = "none" in labels or "none, cropped to 32" in labels
-    assert ("within the trained window of 32" in table) == (before and "yarn" in labels)
-    if "--protocol sliding " in options:
-        assert {(r.result.protocol, r.result.stride) for r in rows} == {("sliding", 8)}
-    if "cropped to 32" in str(labels) and "yarn" in labels:
-        assert "Perplexity divided by that of none, cropped to 32" in table
-    assert ("No control with a cropped context" in table) == ("-mean" in options)
 
 
 HOSTILE = "a|b</td><script>alert(1)</script>\n# Heading\n![x](http://evil/p.png) <img src=x> $\\frac"

@@ -148,17 +148,8 @@ def test_a_resumed_plan_counts_what_is_missing(
     [
         ("report {model} --data {data} --output {out}/x", "missing target_length"),
         ("report {model} --target-length 64 --output {out}/x", "report needs --data and --output"),
-        ("report {model} --target-length 64 --data {data}", "report needs --data and --output"),
         ("report {model} --target-length 64 --plan --resume", "--plan --resume needs --data and --output"),
-        (
-            "report {model} --target-length 64 --data {data} --output {out}/x --methods yran",
-            "Did you mean 'yarn'",
-        ),
         ("report {model} --target-length 64 --data {data} --output {out}/x", "the task passkey needs about"),
-        (
-            "report {model} --target-length 4k --tasks none --data {data} --output {out}/x",
-            "no document of at",
-        ),
         (
             "report {model} --target-length 64 --data {data} --output {out}/x --budget soon",
             "--budget must be a duration",

@@ -72,16 +72,6 @@ def test_drawings_are_inside_and_have_no_name_twice(tmp_path: Path) -> None:
     assert not [name for name in names if re.fullmatch(r"[a-z0-9]+_\d+", str(name))]
 
 
-def test_links_lead_to_the_parts() -> None:
-    section = Section("Table", [["", "x"], ["a", "1"]])
-    text = page("t", [section, "between", Section("Words", notes=["a"]), Code("Code", "b"), section])
-    assert re.findall(r'<a href="#([^"]+)">([^<]+)</a>', text) == [
-        ("part-1", "Table"), ("part-2", "Words"), ("part-3", "Code"), ("part-4", "Table"),
-    ]  # fmt: skip
-    assert re.findall(r'<h2 id="([^"]+)">([^<]+)</h2>', text)[2] == ("part-3", "Code")
-    assert "<nav>" not in page("t", [section] * 3)
-
-
 def test_markdown_shows_every_text_as_it_is() -> None:
     fences = [line for line in Code("Text", "a\n````\nb").markdown().splitlines() if line.startswith("`")]
     assert fences == ["`````", "````", "`````"]

@@ -186,13 +186,6 @@ def test_every_task_runs_on_an_untrained_model(name: str) -> None:
     assert bool(result.depths(name)) == TASKS[name].has_depth
 
 
-def test_depths_are_a_number_or_a_list() -> None:
-    assert depths_from(1) == (0.5,)
-    assert depths_from(5) == (0, 0.25, 0.5, 0.75, 1)
-    assert depths_from([1, 0.2, 0.2]) == (0.2, 1)
-    assert depths_from("0,0.5") == (0, 0.5)
-
-
 @pytest.mark.slow
 def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
@@ -252,17 +245,6 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
         with pytest.raises(RopeExtendError, match=message):
             retrieved(tmp_path / "out", **wrong)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None:
-    retrieved(tmp_path / "out", tasks=["needle"], lengths=[256], depths=1, trials=2, data=str(work / "data"))
-    words = set((work / "data" / "a.txt").read_text().split())
-    for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines():
-        text = json.loads(line)["text"]
-        assert "grass" not in text
-        assert len(set(text.split()) & words) > 5
 
 
 @pytest.mark.slow

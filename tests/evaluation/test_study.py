@@ -16,7 +16,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
-from rope_extend.study import compare_methods, decision
+from rope_extend.study import decision
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 
@@ -87,19 +87,6 @@ def test_the_next_command_has_the_same_window_and_no_folder_of_the_author(work: 
     text = decision([CONTROL, judged("yarn", 1.1, 1.0)], config).markdown()
     assert "rope-extend advise 'my model' --target-length 64 --trained-length 32 --gpu GPU" in text
     assert str(tmp_path) not in text
-
-
-def test_a_report_within_the_window_answers(work: Path, tmp_path: Path) -> None:
-    """The default methods would have nothing to extend; a method that is named is refused, as elsewhere."""
-    common = {
-        "model": str(work / "model"), "data": str(work / "data"), "target_length": 32, "lengths": [16],
-        "max_documents": 1, "tasks": "none", "output": str(tmp_path / "report"),
-    }  # fmt: skip
-    found = compare_methods(StudyConfig(**common))
-    assert [row.label for row in found.rows] == ["none"]
-    assert found.verdict.notes == ["The model was trained on 32 tokens, so it needs no extension."]
-    with pytest.raises(RopeExtendError, match="yarn has nothing to extend"):
-        compare_methods(StudyConfig(**common, methods=["yarn"]), overwrite=True)
 
 
 def test_settings() -> None:
