@@ -305,6 +305,17 @@ def test_adapters_of_plain_rope_are_cropped_too(work: Path, plain_adapters: list
     assert rows[0].result.document_nll == alone.result.document_nll
 
 
+def test_needles_are_hidden_in_the_documents(work: Path) -> None:
+    config = RetrievalConfig(
+        model=str(MODEL_DIR), tasks=("needle",), lengths=(512,), methods=("none",), depths=1, trials=1,
+        data=str(work / "data"),
+    )  # fmt: skip
+    words = set(next((work / "data").glob("*")).read_text().split())
+    (prompt,) = Measurement(config).prompts
+    assert "grass" not in prompt.text  # of the published filler
+    assert len(set(prompt.text.split()) & words) > 5
+
+
 def test_an_answer_depends_on_the_tokenizer() -> None:
     config = RetrievalConfig(model=str(MODEL_DIR), lengths=(512,), methods=("none",), depths=1, trials=1)
     one = Measurement(config)
