@@ -17,11 +17,9 @@ BEGIN, END = "<!-- table of tools/write_export_support.py -->", "<!-- end of tab
 
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dynamic_ntk", {"per": "row"}),
     ("yarn", {"attention_scale": 1.25}),
     ("yarn", {"beta_fast": 16.0, "truncate": False}),
     ("yarn", {"ramp": "turns"}),
-    ("longrope", {"per": "row"}),
     ("longrope", {"short": True}),
     ("longrope", {"start_tokens": 4}),
     ("resonance(yarn)", {}),

@@ -276,6 +276,6 @@ def _uses(model: nn.Module, encoding: Encoding, shape: RopeShape, target_length:
         return False
     if not isinstance(encoding, RopeEncoding):
         return False
-    if encoding.beyond_one_table(shape) and not encoding.per_row:
+    if encoding.beyond_one_table(shape):
         return False
     return has_tables_of(model, encoding, shape, (shape.trained_length, target_length))

@@ -126,8 +126,7 @@ def check_mixed_windows(length: int, encoding: Encoding, shape: RopeShape, confi
             "than in training; use short_original(yarn), or longrope with a short_factor"
         )
     else:
-        # The documents of a short block are all within the trained window, and share its table.
-        reason = packing_reason(RESTART, encoding, shape, config, one_table=True)
+        reason = packing_reason(RESTART, encoding, shape, config)
     if reason is not None:
         raise RopeExtendError(
             f"mixed_windows cannot be combined with {encoding} on {config.model_type}: {reason}"

@@ -98,12 +98,7 @@ def check_meaning(sampler: str, encoding: Encoding, shape: RopeShape) -> None:
     ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
     rotates = any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)
     reason = None
-    if encoding.per_row:
-        reason = (
-            "its table depends on the length of the whole row, and a short row with far positions is not a "
-            "long one; with per='query' positions can be sampled"
-        )
-    elif not rotates and encoding.decay(shape) is None:
+    if not rotates and encoding.decay(shape) is None:
         reason = "it does not use positions; train it on long blocks, or leave positions out"
     elif encoding.scales_by_position(shape):
         reason = (

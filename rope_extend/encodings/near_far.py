@@ -68,8 +68,6 @@ class NearFar(RemapEncoding):
             problem = "has near pairs and a temperature of its own"
         elif isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
             problem = "has other regions than near and distant pairs"
-        elif far.per_row:
-            problem = "uses the length of the whole row, which later tokens change"
         elif far.decay(_ANY_SHAPE) is not None:
             problem = "makes near pairs lose weight too"
         elif far.start_tokens:
@@ -103,10 +101,6 @@ class NearFar(RemapEncoding):
         built = cls.make(given)
         built.check_lengths(shape, target_length)
         return built
-
-    def _nearest(self, trained: int, target: int) -> str:
-        far = self.far.name
-        return f"the method's name alone, such as far={far}, and its parameters follow from the target"
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]

@@ -46,9 +46,6 @@ class SelfExtend(RemapEncoding):
         room = max(1.0, 2 * trained / 3 - window)
         return {"window": window, "group": max(2, math.ceil((target - window) / room))}
 
-    def _nearest(self, trained: int, target: int) -> str:
-        return _nearest("group", self.window, trained, target)
-
     @property
     def borders(self) -> Bands:
         """Distances from `window` on are changed."""
@@ -92,9 +89,6 @@ class ReRoPE(RemapEncoding):
     def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"window": max(1, trained // 4)}
 
-    def _nearest(self, trained: int, target: int) -> str:
-        return _nearest("leak", self.window, trained, target)
-
     @property
     def borders(self) -> Bands:
         """Distances from `window` on are changed."""
@@ -116,13 +110,6 @@ class ReRoPE(RemapEncoding):
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """`max(1, ln(p+1) / ln L)` with `log_n`."""
         return log_n_scale(shape, position_ids) if self.log_n else None
-
-
-def _nearest(field: str, window: int, trained: int, target: int) -> str:
-    """The smallest group or leak that reaches a target with a window."""
-    if window == trained:  # no distance is left for tokens beyond it
-        return f"a window less than the trained one, such as window={max(1, trained // 4)}"
-    return f"{field}={math.ceil((target - window) / (trained - window))} or more"
 
 
 @dataclass(frozen=True)
@@ -160,15 +147,6 @@ class String(RemapEncoding):
         local = given.get("local", min(given.get("shift", trained), max(1, min(128, trained // 16))))
         needed = min(target - trained + local, trained)
         return {"local": local, "shift": max(trained // 3, local, needed)}
-
-    def _nearest(self, trained: int, target: int) -> str:
-        needed, local = target - trained + self.local, self.local
-        if needed <= trained:
-            return f"shift={needed} or more"
-        return (
-            f"at most {2 * trained - local} tokens with local={local}, or self_extend, rerope, jet_long or "
-            "dual_chunk"
-        )
 
     @property
     def borders(self) -> Bands:

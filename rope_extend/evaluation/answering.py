@@ -64,7 +64,7 @@ def generate(
     Returns:
         The new text of each row.
     """
-    lm, patch, device = unwrap(model), current_patch(model), input_device(model)
+    lm, device = unwrap(model), input_device(model)
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
@@ -73,11 +73,9 @@ def generate(
     config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=pad,
         eos_token_id=tokenizer.eos_token_id if ends is None else ends,
-        # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
-        use_cache=not (patch is not None and patch.encoding.per_row),
     )  # fmt: skip
     more: dict[str, Any] = {}
-    if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
+    if bool(mask.all()):  # else padding would have to be hidden from the chunks
         more = {"past_key_values": _filled_cache(model, ids, new_tokens)}
     if write is not None:
         more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -174,9 +174,9 @@ def plan_forward(
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     """Equal for encodings that need the same memory."""
     if encoding is None:
-        return False, False
+        return (False,)
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
-        return encoding.rotates_in_attention, encoding.per_row
+        return (encoding.rotates_in_attention,)
     return type(encoding), encoding.depends_on_length
 
 

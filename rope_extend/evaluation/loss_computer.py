@@ -170,6 +170,9 @@ class LossComputer:
 
     def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, `[B, t, D]` for each chunk."""
+        for module in self.model.modules():  # stock `dynamic` keeps the table of the longest text so far
+            for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
         tokens = inputs.shape[1]
         size = self.chunk or self.chunked.default_chunk(tokens)
         if size >= tokens or not self.can_chunk(tokens, size):

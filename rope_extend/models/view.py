@@ -374,14 +374,14 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
     """Groups of sequence lengths for which the model uses equal rotary tables, each group ascending.
 
     One forward over the longest of a group gives the losses at all its lengths. Static encodings have one
-    group. Dynamic NTK per row has one for all lengths within the trained window and one for each beyond.
+    group. Stock dynamic NTK has one for all lengths within the trained window and one for each beyond.
 
     Raises:
         UnsupportedModelError: the family has no adapter.
     """
     base = unwrap(model)
     modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
-    if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
+    if all(isinstance(m, ExtendedRotaryEmbedding) for m in modules.values()):
         return [sorted(set(lengths))]
     groups: dict[str, list[int]] = {}
     for length in sorted(set(lengths)):

@@ -447,22 +447,6 @@ def test_a_paged_cache_is_refused(name: str) -> None:
         model(tokens(1, 10), cache=object(), use_cache=False)
 
 
-def test_rows_as_a_whole_refuse_a_cache_once_their_table_changes() -> None:
-    model, data = llama(head_dim=16), batch((0,))
-    stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
-    with patched(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row")):
-        assert model.config._attn_implementation == "sdpa"
-        same(logits(model, data["input_ids"]), logits(stock, data["input_ids"]))
-        same(in_parts(model, data, [10, 20, 32]), logits(model, data["input_ids"][:, :32])[:, :32])
-        with pytest.raises(PatchError, match="the 32 cached tokens would have to be computed again at 33"):
-            in_parts(model, data, [10, 32, 33])
-        cached = model.generate(tokens(1, 10), max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert cached.shape == (1, 30)
-        with pytest.raises(PatchError, match="use_cache=False"):
-            model.generate(tokens(1, 10), max_new_tokens=40, min_new_tokens=40, pad_token_id=0)
-        model.generate(tokens(1, 10), max_new_tokens=40, use_cache=False, pad_token_id=0)
-
-
 def test_flex_attention_is_refused_where_tables_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask that flex attention would use is made without a compiler, which takes half a minute."""
     model = llama(head_dim=16)

@@ -37,7 +37,6 @@ SHORT = tuple(1.0 + 0.1 * i for i in range(PAIRS))
 TWO_TABLES = {
     "short_original": {"inner": {"name": "yarn", "factor": 3.0}},
     "longrope": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT},
-    "longrope per row": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT, "per": "row"},
 }
 
 

@@ -29,8 +29,9 @@ from rope_extend.attention.packed import (
     packed_attention,
     takes_no_mask,
 )
+from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import CONTINUE, RESTART, check_packing, packed, packed_blocks
+from rope_extend.data.packing import CONTINUE, check_packing, packed, packed_blocks
 from rope_extend.encodings import RopeShape
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
@@ -166,7 +167,7 @@ def test_the_models_attention_is_restored(recipe: Recipe, monkeypatch: pytest.Mo
 
 ENCODINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "none": ({}, (RESTART, CONTINUE)),
-    "dynamic_ntk": ({"factor": 8.0, "per": "query"}, (RESTART,)),
+    "dynamic_ntk": ({"factor": 8.0}, (RESTART,)),
     "logn": ({"inner": {"name": "ntk", "factor": 8.0}}, (RESTART,)),
     "xpos": ({}, (RESTART, CONTINUE)),
     "alibi": ({}, (RESTART, CONTINUE)),
@@ -308,7 +309,6 @@ def test_the_trial_accepts_families_that_separate_documents(case: FamilyCase) ->
     ("mode", "name", "parameters", "reason"),
     [
         (RESTART, "linear_attention", {}, "carries sums from token to token"),
-        (RESTART, "dynamic_ntk", {"factor": 8.0, "per": "row"}, "with per='query' it can be packed"),
         (RESTART, "yarn", {"factor": 8.0}, "layers of type conv carry a state"),
         (CONTINUE, "logn", {"inner": {"name": "ntk", "factor": 8.0}}, "use packing restart"),
     ],

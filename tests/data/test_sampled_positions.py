@@ -185,7 +185,6 @@ def test_wrong_samplers_and_blocks_are_refused() -> None:
     [
         ("drope", {}, "does not use positions"),
         ("logn(yarn)", {}, "number of tokens that a query can see"),
-        ("dynamic_ntk", {"per": "row"}, "with per='query' positions can be sampled"),
         ("dynamic_ntk", {}, None),
         ("short_original(yarn)", {}, None),
         ("xpos(yarn)", {}, None),

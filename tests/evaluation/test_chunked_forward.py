@@ -278,6 +278,5 @@ def test_a_window_of_millions_of_tokens_is_planned_with_few_tables(monkeypatch: 
     monkeypatch.setattr(view, "active_table", lambda *of: (made.append(of[-1]), own(*of))[1])
     assert LossComputer(tiny().eval(), CPU).can_chunk(2**23, 256)
     assert set(made) <= {256, 2**23}
-    dynamic = tiny()
-    with rx.patch_model(dynamic, rx.encoding("dynamic_ntk", factor=4.0, per="row")):
-        assert not LossComputer(dynamic.eval(), CPU).can_chunk(2**23, 256)
+    dynamic = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    assert not LossComputer(dynamic.eval(), CPU).can_chunk(2**23, 256)

@@ -164,7 +164,7 @@ def test_several_lengths_equal_separate_measurements(name: str) -> None:
 def test_a_length_dependent_encoding_uses_the_table_of_each_window() -> None:
     """A window of N uses the table for N, as a separate forward over it would."""
     model, (document,) = tiny(), texts(100)
-    with rx.extend(model, 128, method="dynamic_ntk", per="row"):
+    with rx.extend(model, 128, method="dynamic_ntk"):
         result = measure(model, [document], [32, 64], protocol="sliding", stride=16)
         for length in (32, 64):
             losses, scored = [], 1

@@ -126,17 +126,6 @@ def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
         assert len(set(together)) > 1
 
 
-@pytest.mark.slow
-def test_a_row_s_own_length_is_read_without_a_cache(bundled: PreTrainedModel) -> None:
-    (row,) = prompt_rows(300, depths=1, trials=1)
-    with rx.extend(bundled, 512, "dynamic_yarn", per="row"):
-        said = generate(bundled, TOKENIZER, [row], 4)[0]
-        ids = list(row)
-        for _ in range(4):  # each token by a whole forward
-            ids.append(int(bundled(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert said == TOKENIZER.decode(ids[len(row) :])
-
-
 def test_settings_of_a_checkpoint_neither_fail_nor_change_answers(
     bundled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

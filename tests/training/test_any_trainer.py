@@ -300,10 +300,6 @@ def extended() -> Any:
         ({"positions": "pose", "length": 512}, "3 to 256 tokens"),
         ({"length": 500}, "none of 1 documents has 500 tokens"),
         ({"packing": True, "length": 500}, "400 tokens together"),
-        (
-            {"packing": True, "method": ("dynamic_ntk", {"factor": 8.0, "per": "row"})},
-            "its table depends on the length of the whole row",
-        ),
         ({"positions": "pose", "method": ("alibi", {})}, "only rotary methods use sampled positions"),
     ],
     ids=str,

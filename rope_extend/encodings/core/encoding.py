@@ -40,8 +40,6 @@ class Encoding(Checked, ABC):
     """Whether the model's RoPE is gone, so that a pretrained model has to be fine-tuned for longer."""
     depends_on_length: bool = False
     """Whether the encoding of a token changes with the length of its text, as in dynamic NTK."""
-    per_row: bool = False
-    """Whether every token of a row is encoded by the row's whole length, later tokens included."""
     per_layer: bool = False
     """Whether each layer has its own learned parameters, if the encoding learns any."""
     remaps: ClassVar[bool] = False
