@@ -29,18 +29,18 @@ def documents_from(
     Raises:
         RopeExtendError: a value of another type or shape, or a string without a tokenizer.
     """
-    given: Any = documents
-    if isinstance(documents, torch.Tensor | np.ndarray) and documents.ndim == 2:
-        given = list(documents)  # a batch
-    is_ids = isinstance(given, Sequence) and given and all(isinstance(each, Integral) for each in given)
-    if is_ids or isinstance(given, Document | torch.Tensor | np.ndarray | str):
-        given = [given]
-    elif not isinstance(given, Iterable) or isinstance(given, Mapping):
-        raise RopeExtendError(_problem("documents", documents))
-    return [_document(value, f"document {n}", tokenizer) for n, value in enumerate(given)]
+    several: Any = documents
+    if isinstance(documents, torch.Tensor | np.ndarray):
+        several = documents if documents.ndim == 2 else [documents]  # a batch, or one
+    elif isinstance(documents, Document | Mapping | str) or not isinstance(documents, Iterable):
+        several = [documents]
+    elif isinstance(documents, Sequence) and documents:
+        several = [documents] if all(isinstance(item, Integral) for item in documents) else documents
+    return [_document(each, number, tokenizer) for number, each in enumerate(several)]
 
 
-def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
+def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
+    name = f"document {number}"
     if isinstance(value, Document):
         return value
     if isinstance(value, str):
@@ -50,21 +50,20 @@ def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
             )
         value = tokenizer(value, verbose=False)["input_ids"]
     if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
-        raise RopeExtendError(_problem(name, value))
+        hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
+        raise RopeExtendError(
+            f"{name}: documents must be a Document, a 1-D tensor or list of token ids, a string with "
+            f"tokenizer=, or a list of these; got {type(value).__name__}{hint}"
+        )
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RopeExtendError(f"{_problem(name, value)} ({error})") from error
+        raise RopeExtendError(f"{name}: token ids must be whole numbers of 64 bits; {error}") from error
     if ids.shape == (0,):  # torch takes an empty list for float32
         ids = ids.to(torch.int64)
     if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise RopeExtendError(f"{_problem(name, value)} of {ids.dtype} and shape {tuple(ids.shape)}")
+        raise RopeExtendError(
+            f"{name}: token ids must be a 1-D tensor of whole numbers; got {ids.dtype} of shape "
+            f"{tuple(ids.shape)}; pass a batch as a list of its rows"
+        )
     return Document(name, ids.detach().to("cpu", torch.int64))
-
-
-def _problem(name: str, value: Any) -> str:
-    hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
-    return (
-        f"{name} must be a Document, a 1-D tensor or list of whole numbers, which are token ids, or a string "
-        f"with tokenizer=; several go into a list; got {type(value).__name__}{hint}"
-    )

@@ -258,12 +258,12 @@ def test_documents_may_be_token_ids_or_text() -> None:
     ("documents", "message"),
     [
         (["some text"], "document 0 is a string, and no tokenizer is given; pass tokenizer="),
-        (torch.rand(40), r"whole numbers, .*; got Tensor of torch.float32 and shape \(40,\)"),
-        ([torch.zeros(2, 40, dtype=torch.int64)], r"document 0 must be .* and shape \(2, 40\)"),
+        (torch.rand(40), r"token ids must be .* whole numbers; got torch.float32 of shape \(40,\)"),
+        ([torch.zeros(2, 40, dtype=torch.int64)], r"document 0: token ids .* of shape \(2, 40\)"),
         ({"input_ids": [1, 2]}, "got dict; of a tokenizer's output, pass the input_ids"),
-        ([2**70], "whole numbers"),
-        (b"text", "document 0 must be a Document.*got bytes"),
-        ([[1.5, 2.0]], "document 0 must be a Document, a 1-D tensor or list of whole numbers"),
+        ([2**70], "whole numbers of 64 bits"),
+        (b"text", "documents must be a Document.*got bytes"),
+        ([[1.5, 2.0]], "document 0: token ids must be .* whole numbers; got torch.float32"),
         (torch.full((40,), -100), "token -100, but token ids are never negative"),
     ],
 )
