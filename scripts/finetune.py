@@ -42,6 +42,8 @@ if not args.resume and Path(args.output).exists():
     parser.error(f"{args.output} exists: give another --output, or --resume")
 length = args.block_length or args.target_length
 latest = get_last_checkpoint(args.output) if args.resume and Path(args.output).is_dir() else None
+if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
+    parser.error(f"{args.output} holds files, but no checkpoint to resume: give another --output")
 set_seed(0)
 
 tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -109,6 +109,6 @@ def tokenizer_content(tokenizer: Any) -> str:
         state.pop("padding", None)
         facts = [state, getattr(tokenizer, "split_special_tokens", False)]
     else:  # its vocabulary, and what it adds to a text
-        facts = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer(_PROBE)["input_ids"]]
+        facts = [tokenizer.get_vocab(), tokenizer(_PROBE)["input_ids"]]
     named = [type(tokenizer).__name__, *facts]
     return hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()

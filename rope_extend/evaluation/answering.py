@@ -327,8 +327,7 @@ class Subjects:
             trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
 
         Raises:
-            RopeExtendError: no such model, an adapter with a target length, a method or a trained length, a
-                base model without an adapter, or a method without a longer target length.
+            RopeExtendError: no such model, or arguments that do not belong together.
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
@@ -366,11 +365,7 @@ class Subjects:
         return len(self.candidates.encodings) + len(self.candidates.records) > 1
 
     def answerers(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
-        """Load the model once; yield a label and the model as it was, if wanted, and as it is extended.
-
-        Raises:
-            RopeExtendError: the model cannot be loaded or extended.
-        """
+        """Load the model once; yield a label and the model as it was, if wanted, and as it is extended."""
         candidates, window = self.candidates, format_length(self.window)
         model = candidates.load_options.load(candidates.name)
         if not self.is_extended:

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 RACE, GENETIC = "race", "longrope"
 """The strategies by name, the default first."""
 
-LONG_TEXTS, SHORT_TEXTS = "long", "short"
-"""Which texts the table is searched for; LongRoPE ends with a search for short ones."""
-
 SAME, ORIGINAL = "same", "original"
 """Which divisors a text within the trained window gets: the searched ones, or all 1."""
 
@@ -52,6 +49,9 @@ SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
 """The fewest passes of a race, in all and for each document: it compares closed forms, and looks further."""
 HALVED_ABOVE = 512 * 1024
 """Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
+
+BY_TARGET: Any = None
+"""The default of fields that depend on the target; settings that are made hold the value instead."""
 
 _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as 1,2")
 _SHARE = Kind("a number from 0 to 1", lambda value: number(0, below=1 + 1e-9).parse(value))
@@ -84,10 +84,8 @@ class SearchConfig(Config):
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
     ] = 5
     lengths: Annotated[
-        tuple[int, ...] | None,
-        LENGTHS,
-        "lengths of the perplexity in the fitness (default: target_length)",
-    ] = None
+        tuple[int, ...], LENGTHS, "lengths of the perplexity in the fitness (default: target_length)"
+    ] = BY_TARGET
     length_weights: Annotated[
         tuple[float, ...] | None, _WEIGHTS, "weight of each of the lengths (default: equal)"
     ] = None
@@ -118,12 +116,6 @@ class SearchConfig(Config):
         "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
         "wrong",
     ] = None
-    search_for: Annotated[
-        str,
-        choice(LONG_TEXTS, SHORT_TEXTS),
-        "the table of long texts; or, with start current, that of texts of target_length within the "
-        "pretrained window, while long texts keep the checkpoint's table",
-    ] = LONG_TEXTS
     start_tokens: Annotated[
         bool,
         FLAG,
@@ -136,10 +128,10 @@ class SearchConfig(Config):
         "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
-    population: Annotated[int | None, whole(4), "first candidates (default: 64)"] = None
-    mutants: Annotated[int | None, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = None
-    crossovers: Annotated[int | None, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = None
-    parents: Annotated[int | None, whole(2), "best candidates that are kept (default: 32)"] = None
+    population: Annotated[int, whole(4), "first candidates (default: 64)"] = BY_TARGET
+    mutants: Annotated[int, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = BY_TARGET
+    crossovers: Annotated[int, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = BY_TARGET
+    parents: Annotated[int, whole(2), "best candidates that are kept (default: 32)"] = BY_TARGET
     iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: Annotated[
@@ -176,7 +168,7 @@ class SearchConfig(Config):
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
         """Whether settings contradict each other, and the error message if they do."""
-        target, lengths, weights = self.target_length, self.lengths or (), self.length_weights
+        target, lengths, weights = self.target_length, self.lengths, self.length_weights
         yield (
             lengths[-1] > target or lengths[0] < 2,
             f"lengths must be between 2 and target_length, {target}; got {list(lengths)}",
@@ -198,17 +190,6 @@ class SearchConfig(Config):
             self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL),
             f"start_tokens and short {ORIGINAL} return to plain RoPE for some positions, and start {CURRENT} "
             "keeps the table that the checkpoint was trained under; leave one of the two out",
-        )
-        short = self.search_for == SHORT_TEXTS
-        yield (
-            short and self.start != CURRENT,
-            f"search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; set start to "
-            f"{CURRENT}",
-        )
-        yield (
-            short and self.attention_factor is not None,
-            f"search_for {SHORT_TEXTS} keeps the attention factor that the checkpoint has, which both tables "
-            "share; leave attention_factor out",
         )
         yield (
             self.strategy != GENETIC
@@ -235,7 +216,6 @@ class SearchConfig(Config):
 
     def weights(self) -> dict[str, float]:
         """The weight of each part of the fitness: a length as text, or `needle`; they add up to 1."""
-        assert self.lengths is not None
         lengths = self.length_weights or (1.0,) * len(self.lengths)
         text = {
             str(length): (1 - self.needle_weight) * weight / sum(lengths)

@@ -33,6 +33,7 @@ def test_the_split_depends_on_the_paths_alone() -> None:
         for path in files:
             share = int(hashlib.sha256(path.as_posix().encode()).hexdigest()[:13], 16) / 16**13
             assert (share < 0.6) == expected
+            assert (root / path).stat().st_size >= bundled.MIN_CHARACTERS
             assert not {"test", "idlelib", "site-packages", "encodings", "pydoc_data"} & set(path.parts)
     assert 0.5 < len(tuning) / (len(tuning) + len(evaluation)) < 0.7
     assert len(evaluation) >= 30

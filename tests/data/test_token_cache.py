@@ -127,10 +127,8 @@ def test_without_a_writable_cache_there_is_a_warning(
 
 
 def test_files_leave_no_copy_of_their_text(load: Load, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a secret"}))
-    write(tmp_path / "a.txt", "a secret", 1)
+    write(tmp_path / "rows.jsonl", json.dumps({"text": "a secret"}), 1)
     load(tmp_path / "rows.jsonl")
-    load(tmp_path / "a.txt")
     kept = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert kept
     assert not any(b"secret" in content for content in kept)

@@ -174,32 +174,6 @@ def test_no_tensor_has_a_value_for_every_pair_of_tokens(
         assert result.ppl[length] == pytest.approx(model(ids, labels=ids).loss.exp().item(), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_in_chunks_memory_grows_by_the_hidden_states_and_one_layers_keys() -> None:
-    model = tiny(intermediate=512).eval()
-    model.config.attention_dropout = 0.0
-    config = model.config
-    short, long, size = 1024, 4096, 64
-
-    def growth(**how: Any) -> float:
-        peaks = []
-        for length in (short, long):
-            (document,) = texts(length)
-            with LiveBytes() as memory:
-                measure(model, [document], [length], chunk_bytes=2**16, **how)
-            peaks.append(memory.peak)
-        return (peaks[1] - peaks[0]) / (long - short)
-
-    states = 4 * config.hidden_size
-    keys = 2 * 4 * config.num_key_value_heads * config.head_dim
-    mask = size * (1 + 1 + 4)  # two boolean parts of a mask, and the mask in float32
-    heads = 2 * 4 * config.num_attention_heads * config.head_dim  # keys repeated for the heads, under a mask
-    losses = 4 + 4 + 8 + 8  # per token: its loss, alone and joined, and its id as input and target
-    bound = states + keys + heads + mask + losses
-    assert growth(chunk=size) <= 1.1 * bound
-    assert growth() > 4 * bound
-
-
 class Widest(TorchDispatchMode):
     """The largest number of rows of a tensor with one column per token of the vocabulary."""
 

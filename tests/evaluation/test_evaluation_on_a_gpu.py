@@ -29,24 +29,17 @@ from rope_extend.models.loading import default_dtype
 from rope_extend.models.planned_device import planned_for
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A GPU with 80 GB, of which torch holds some."""
+def test_what_torch_keeps_cached_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second plan in one process is that of the first, once what it measured is freed."""
     memory = {"free": 80, "reserved": 0, "allocated": 0}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (memory["free"], 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: memory["reserved"])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: memory["allocated"])
-    return memory
-
-
-def test_what_torch_keeps_cached_is_available(card: dict[str, int]) -> None:
-    """A second plan in one process is that of the first, once what it measured is freed."""
     options = LoadOptions("cuda:0", dtype=torch.bfloat16)
     assert available_memory(options) == 80
-    card.update(free=5, reserved=75, allocated=16)
+    memory.update(free=5, reserved=75, allocated=16)
     assert available_memory(options) == 80 - 16
-    assert available_memory(LoadOptions("cuda:0", dtype=torch.bfloat16, limit_memory=10)) == 10
 
 
 @pytest.mark.parametrize(
@@ -68,11 +61,8 @@ def test_memory_runs_out_under_several_names(error: BaseException, expected: boo
     assert is_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
-)
 def test_a_halved_batch_of_prompts_starts_with_free_memory(
-    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the failed call held is freed before the next one. A prompt that never fits is an error."""
     gc.freeze()  # collections then look at this test's own objects
@@ -84,7 +74,7 @@ def test_a_halved_batch_of_prompts_starts_with_free_memory(
         if len(input_ids) > most:
             cache = torch.zeros(3)
             held.append(weakref.ref(cache))
-            raise type(error)(*error.args)  # a new one, so that nobody else keeps its traceback
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
         return original(self, input_ids, **more)
 
     expected = measured(Oracle())
@@ -94,15 +84,6 @@ def test_a_halved_batch_of_prompts_starts_with_free_memory(
     assert "out of memory" in caplog.text
     most = 0
     with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
-        measured(Oracle())
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Oracle, **more: Any) -> Any:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(Oracle, "generate", fail)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
         measured(Oracle())
 
 

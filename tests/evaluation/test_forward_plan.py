@@ -251,15 +251,12 @@ def test_smaller_chunks_are_planned_if_memory_is_low(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_length_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
-    smallest = made(model, [8192], chunk=256).longest.total
-    how = replace(CPU, limit_memory=int(0.8 * smallest))
+    how = replace(CPU, limit_memory=int(0.8 * made(model, [8192], chunk=256).longest.total))
     found = made(model, [1024, 8192], load_options=how)
     assert [found.budget.fits(one) for one in found.lengths] == [True, False]
     assert found.longest_fit is not None
     assert 1024 <= found.longest_fit < 8192
-    with pytest.raises(
-        RopeExtendError, match=rf"8,192 tokens need about .* up to {found.longest_fit:,} tokens fit"
-    ):
+    with pytest.raises(RopeExtendError, match=rf"8,192 .* up to {found.longest_fit:,} tokens fit"):
         found.check()
     made(model, [found.longest_fit], load_options=how).check()
     with pytest.raises(RopeExtendError):

@@ -274,7 +274,7 @@ def test_documents_may_be_token_ids_or_text() -> None:
         ({"input_ids": [1, 2]}, "got dict; of a tokenizer's output, pass the input_ids"),
         ([2**70], "whole numbers of 64 bits"),
         (b"text", "documents must be a Document.*got bytes"),
-        ([[1.5, 2.0]], "document 0: documents must be a Document, a 1-D tensor or list of token ids"),
+        ([[1.5, 2.0]], "document 0: token ids must be .* whole numbers; got torch.float32"),
         (torch.full((40,), -100), "token -100, but token ids are never negative"),
     ],
 )

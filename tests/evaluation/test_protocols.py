@@ -195,11 +195,9 @@ def test_batches_have_the_allowed_size_and_change_nothing(batch_tokens: int) -> 
 
 
 def test_only_scored_tokens_go_through_the_head() -> None:
-    model, documents = tiny(), texts(100)
-    rows = []
-    handle = model.lm_head.register_forward_pre_hook(lambda _module, args: rows.append(args[0].shape[1]))
-    result = measure(model, documents, [64], protocol="sliding", stride=4)
-    handle.remove()
+    model, rows = tiny(), []
+    model.lm_head.register_forward_pre_hook(lambda _module, args: rows.append(args[0].shape[1]))
+    result = measure(model, texts(100), [64], protocol="sliding", stride=4)
     tries = sum(1 for count in rows if count == 1)  # token_losses finds the vocabulary size once per call
     assert sum(rows) - tries == result.tokens[64] == 99
 
@@ -245,16 +243,9 @@ def test_lengths_share_their_targets_only_if_the_settings_allow_it(name: str) ->
 
 
 def test_every_protocol_is_documented() -> None:
-    text = protocol_help()
     page = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
     for name, one in PROTOCOLS.items():
-        assert name in text
-        assert one.measures in text
-        assert one.flaw in text
         assert f"`{name}`" in rx.perplexity.__doc__
         assert f"| `{name}`" in page
         assert f"| {one.measures} | {one.flaw} |" in page
-        for line in (one.measures, one.flaw, one.source):
-            assert line
-            assert "\n" not in line
-            assert len(line) < 105
+        assert one.source in protocol_help()

@@ -76,6 +76,7 @@ def test_the_command_writes_an_encoding_a_card_and_a_log(
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (summary["rows"][0]["label"], *summary["documents"], *summary["holdout"], "race, seed 0"):
         assert text in card
+    assert "chosen by its loss on these documents, so this loss is too good" in " ".join(card.split())
     assert summary["rows"][0]["label"] in printed
 
 
