@@ -258,9 +258,7 @@ def _help() -> str:
     ]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {run.__name__:<12}{summary(run.__name__)}" for run in commands)]
-    last = (
-        "`COMMAND --help` explains a command, `--help-all` each flag; `--version` prints the version."
-    )
+    last = "`COMMAND --help` explains a command, `--help-all` each flag; `--version` prints the version."
     return "\n".join([*lines, "", last])
 
 
