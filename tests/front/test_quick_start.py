@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 LIGHT = [
     *((f"{name} --help", 0, "examples:") for name in COMMANDS),
     ("--help", 0, "start here"),
+    ("finetune --help", 0, "--help-all explains more flags: method, data and blocks"),
+    ("finetune --help-all", 0, "--lora-rank"),
     ("--version", 0, rx.__version__),
     ("", 2, "usage"),
     ("evalute model", 2, "Did you mean 'evaluate'"),
