@@ -135,7 +135,7 @@ report {_8B} --target-length 32k --data books/ --output report
 report {_8B} --target-length 32k --plan
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
-compare report report --row none --row yarn --output difference
+compare report report --row none --row yarn --output difference.md
 plot perplexity report --output ppl.svg
 plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
