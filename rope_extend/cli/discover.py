@@ -209,7 +209,7 @@ def demo(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Check this machine: versions, devices, bfloat16, attention backends, optional packages and disk.
+    """Check this machine: versions, devices, bfloat16, optional packages and disk.
 
     A line that starts with `!` says what to do. Nothing is downloaded. Add the output to a bug report.
     """

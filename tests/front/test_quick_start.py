@@ -15,7 +15,6 @@ import pytest
 
 import rope_extend as rx
 from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
-from rope_extend.method_names import method_names
 
 HEAVY = (
     "torch", "numpy", "transformers", "datasets", "matplotlib", "peft", "accelerate", "bitsandbytes", "pandas"
@@ -26,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 LIGHT = [
     *((f"{name} --help", 0, "examples:") for name in COMMANDS),
     ("--help", 0, "start here"),
+    ("finetune --help", 0, "--help-all explains more flags: method, data and blocks"),
+    ("finetune --help-all", 0, "--lora-rank"),
     ("--version", 0, rx.__version__),
     ("", 2, "usage"),
     ("evalute model", 2, "Did you mean 'evaluate'"),
@@ -111,10 +112,6 @@ def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert examples(name)
         for example in examples(name):
             assert command_parser(name).parse_args(shlex.split(example)[1:])
-
-
-def test_method_names_are_the_names_of_the_files() -> None:
-    assert list(method_names()) == rx.encoding_names()
 
 
 def test_the_lazy_names_are_those_of_their_modules() -> None:
