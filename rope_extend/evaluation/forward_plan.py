@@ -186,9 +186,8 @@ def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
 
 def _is_chunked(encoding: Encoding | None) -> bool:
     """Whether attention is computed as that of chunks: queries have tables of their own, or a bias a mask."""
-    if isinstance(encoding, BiasEncoding):
-        return type(encoding).slopes is BiasEncoding.slopes
-    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
+    rotates = isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
+    return rotates or isinstance(encoding, BiasEncoding)
 
 
 @contextmanager
