@@ -111,5 +111,4 @@ def attention_kernels(
         yield row(f"{name}, {used}: time", "without cuDNN", "s", ours, theirs)
         pairs = queries * (keys - queries) + queries * (queries + 1) / 2
         rate = pairs * operations / ours
-        plan = planned.attention if function is whole else planned.chunked
-        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, plan / 1e12)
+        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, planned.attention / 1e12)

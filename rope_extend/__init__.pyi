@@ -44,8 +44,10 @@ from rope_extend.searching.run_search import search as search
 from rope_extend.searching.search_config import SearchConfig as SearchConfig
 from rope_extend.searching.search_result import SearchResult as SearchResult
 from rope_extend.study import compare_methods as compare_methods
+from rope_extend.training.chunked_loss import chunked_loss as chunked_loss
 from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe
+from rope_extend.training.trainer_data import blocks as blocks
 
 __version__: str
 __all__: list[str]

@@ -11,53 +11,22 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
-from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 
+from rope_extend.checks import Checked, Kind, field_hints, or_word, require, whole
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.units import parse_duration, parse_length
 
 AUTO = "auto"
 """The value of a setting that the program chooses."""
-
-
-class Kind(NamedTuple):
-    """The values that a field takes.
-
-    Attributes:
-        expected: the values in words, for errors.
-        parse: returns the checked value, and raises ValueError or TypeError for any other.
-        plain: whether text from the command line is the value itself; otherwise it is read as YAML.
-        boolean: whether the field has the two flags `--name` and `--no-name`.
-        choices: the names to choose from, for help; empty for values of other kinds.
-        repeated: whether the flag may be given several times, for a list of its values.
-    """
-
-    expected: str
-    parse: Callable[[Any], Any]
-    plain: bool = False
-    boolean: bool = False
-    choices: tuple[str, ...] = ()
-    repeated: bool = False
-
-
-def require(ok: bool) -> None:
-    """Refuse a value in a `Kind.parse`.
-
-    Raises:
-        ValueError: `ok` is false.
-    """
-    if not ok:
-        raise ValueError
 
 
 def items(value: Any) -> list[Any]:
@@ -72,64 +41,19 @@ def items(value: Any) -> list[Any]:
     return result
 
 
-def whole(minimum: int, maximum: int | None = None) -> Kind:
-    """Whole numbers within bounds, both included."""
-
-    def parse(value: Any) -> int:
-        require(isinstance(value, Integral) and not isinstance(value, bool))
-        require(int(value) >= minimum and (maximum is None or int(value) <= maximum))
-        return int(value)
-
-    bound = f"at least {minimum}" + ("" if maximum is None else f" and at most {maximum}")
-    return Kind(f"a whole number, {bound}", parse)
-
-
-def number(minimum: float, *, above: bool = False, below: float = math.inf) -> Kind:
-    """Finite numbers from `minimum` (excluded if `above`) to below `below`."""
-
-    def parse(value: Any) -> float:
-        if isinstance(value, str):  # YAML 1.1 reads 2e-4, without a dot, as text
-            value = float(value)
-        require(isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value))
-        require(minimum <= value < below and not (above and value == minimum))
-        return float(value)
-
-    bound = f"{'above' if above else 'at least'} {minimum:g}"
-    bound += f" and below {below:g}" if below < math.inf else ""
-    return Kind(f"a number {bound}", parse)
-
-
-def choice(*names: str) -> Kind:
-    """One of some names."""
-
-    def parse(value: Any) -> str:
-        require(isinstance(value, str) and value in names)
-        return str(value)
-
-    return Kind("one of " + ", ".join(names), parse, plain=True, choices=names)
-
-
 def or_auto(kind: Kind) -> Kind:
     """The values of `kind`, and `auto`."""
-
-    def parse(value: Any) -> Any:
-        return value if isinstance(value, str) and value == AUTO else kind.parse(value)
-
-    return kind._replace(expected=f"{AUTO}, or {kind.expected}", parse=parse)
-
-
-def optional(kind: Kind) -> Kind:
-    """The values of `kind`, and None (`null` in YAML)."""
-
-    def parse(value: Any) -> Any:
-        return None if value is None else kind.parse(value)
-
-    return kind._replace(expected=f"{kind.expected}, or null", parse=parse)
+    return or_word(kind, AUTO)
 
 
 def list_of(kind: Kind, expected: str) -> Kind:
-    """Tuples of values of `kind`, in the order in which they are given."""
-    return Kind(expected, lambda value: tuple(map(kind.parse, items(value))), kind.plain)
+    """Tuples of values of `kind`; in text, commas separate them, and each is read as YAML."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        listed = [yaml.safe_load(item) if isinstance(item, str) else item for item in items(value)]
+        return tuple(map(kind.parse, listed))
+
+    return Kind(expected, parse)
 
 
 def _text(value: Any) -> str:
@@ -139,11 +63,6 @@ def _text(value: Any) -> str:
 
 def _path(value: Any) -> str:
     return expand_home(_text(value))
-
-
-def _flag(value: Any) -> bool:
-    require(isinstance(value, bool))
-    return bool(value)
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
@@ -157,7 +76,10 @@ def _sources(value: Any) -> str | tuple[str, ...]:
 def _parameters(value: Any) -> dict[str, Any]:
     if isinstance(value, str):  # beta_fast=32,beta_slow=1 on the command line
         pairs = (pair.split("=") for pair in value.split(","))
-        value = {name.strip(): yaml.safe_load(text) for name, text in pairs}
+        try:
+            value = {name.strip(): yaml.safe_load(text) for name, text in pairs}
+        except yaml.YAMLError as error:
+            raise ValueError from error
     require(isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
     return copy.deepcopy(dict(value))
 
@@ -165,7 +87,6 @@ def _parameters(value: Any) -> dict[str, Any]:
 TEXT = Kind("text", _text, plain=True)
 PATH = Kind("a path", _path, plain=True)
 MODEL = Kind("a path or a hub id", _path, plain=True)
-FLAG = Kind("true or false", _flag, boolean=True)
 COUNT = whole(0)
 POSITIVE_COUNT = whole(1)
 LENGTH = Kind("a number of tokens, such as 32768 or 32k", parse_length)
@@ -176,7 +97,7 @@ PARAMETERS = Kind("a mapping of the method's parameters, such as {beta_fast: 32}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """Base of all settings: a frozen dataclass whose fields are `Annotated[type, kind, text]`.
 
     A subclass sets `label`, and adds checks of its own by a `__post_init__` that first calls this one.
@@ -193,24 +114,10 @@ class Config:
     """Headings of help, each with its fields; the fields of no group come first, under `label`."""
 
     def __post_init__(self) -> None:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        left_out = [item.name for item in fields(self) if values[item.name] is item.default is None]
-        for name, value in values.items():
-            if name not in left_out:
-                self._set(name, value)
+        super().__post_init__()
         self.check_early()
-        computed = self.computed_defaults()
-        for name in left_out:
-            self._set(name, computed.get(name))
-
-    def _set(self, name: str, value: object) -> None:
-        kind, _ = field_hints(type(self))[name]
-        try:
-            object.__setattr__(self, name, kind.parse(value))
-        except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
-            raise RopeExtendError(
-                f"{self.label}: {name} must be {kind.expected}; got {value!r} ({type(value).__name__})"
-            ) from error
+        computed = self.computed_defaults().items()
+        self.set_checked({name: value for name, value in computed if getattr(self, name) is None})
 
     def check_early(self) -> None:
         """Check values that need no computed default. Computing the defaults may import torch.
@@ -306,17 +213,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-_HINTS: dict[type[Config], dict[str, tuple[Kind, str]]] = {}
-
-
-def field_hints(cls: type[Config]) -> dict[str, tuple[Kind, str]]:
-    """The kind and the help text of each field."""
-    if cls not in _HINTS:
-        hints = get_type_hints(cls, include_extras=True)
-        _HINTS[cls] = {item.name: hints[item.name].__metadata__ for item in fields(cls)}
-    return _HINTS[cls]
-
-
 def add_flags(
     parser: argparse.ArgumentParser,
     cls: type[Config],
@@ -389,8 +285,7 @@ def _read(cls: type[Config], name: str, value: object) -> object:
         read = yaml.safe_load(value) if isinstance(value, str) and not kind.plain else value
         kind.parse(read)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
-        expected = kind.expected.removesuffix(", or null")
-        raise RopeExtendError(f"{cls.flag_name(name)} must be {expected}; got {value!r}") from error
+        raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from error
     return read
 
 

@@ -120,7 +120,18 @@ def next_token_loss(
     if shift_labels is None:
         # Position t predicts token t + 1; the last position has nothing to predict.
         shift_labels = F.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
-    targets = shift_labels.to(hidden.device)
+    return mean_loss(model, hidden, shift_labels, num_items_in_batch, chunk_bytes)
+
+
+def mean_loss(
+    model: torch.nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    chunk_bytes: int | None = None,
+) -> torch.Tensor:
+    """`next_token_loss` of hidden states `[B, T, D]`; the targets, int64 `[B, T]`, are shifted already."""
+    targets = targets.to(hidden.device)
     if num_items_in_batch is None:
         num_items_in_batch = (targets != IGNORED).sum().clamp(min=1)
     head = output_head(model)

@@ -25,7 +25,7 @@ from rope_extend.attention.functions import attention_modules, attention_window,
 from rope_extend.attention.handlers import handler_for
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
-from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.current_table import current_table, extended_again

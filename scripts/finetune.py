@@ -42,6 +42,8 @@ if not args.resume and Path(args.output).exists():
     parser.error(f"{args.output} exists: give another --output, or --resume")
 length = args.block_length or args.target_length
 latest = get_last_checkpoint(args.output) if args.resume and Path(args.output).is_dir() else None
+if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
+    parser.error(f"{args.output} holds files, but no checkpoint to resume: give another --output")
 set_seed(0)
 
 tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -52,16 +54,10 @@ model = get_peft_model(model, lora)
 model.print_trainable_parameters()
 
 documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
-blocks = [
-    {"input_ids": block, "labels": block}
-    for document in documents
-    for block in document.input_ids.split(length)
-    if len(block) == length
-]
+blocks = rx.blocks(documents, length, positions=args.positions, model=model)
 print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
 
-drawn = int(latest.rpartition("-")[2]) * args.batch_size if latest else 0  # blocks of the steps so far
-pose = args.positions and rx.PositionCollator(args.positions, args.target_length, drawn=drawn)
+rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
 settings = TrainingArguments(
     args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
     learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
@@ -71,7 +67,6 @@ trainer = Trainer(
     model,
     settings,
     train_dataset=blocks,
-    data_collator=pose or None,
     callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
 )
 trainer.train(resume_from_checkpoint=latest)

@@ -354,7 +354,7 @@ ALL_FAMILIES = sorted(
             PLAIN,
             num_local_experts=4,
             router_jitter_noise=0.0,
-            reloads=[str(case) for case in ENCODINGS if str(case) not in ("longrope", "longrope-row")],
+            reloads=[str(case) for case in ENCODINGS if str(case) != "longrope"],
         ),
         *families("qwen2_moe", MOE, shared_expert_intermediate_size=24),
         *families("qwen3_5_moe_text", SECTIONS, MOE, shared_expert_intermediate_size=24, seed=1),

@@ -259,7 +259,6 @@ ENCODINGS = [
     ),
     EncodingCase("abf", base(lambda shape: 750_000.0), {"theta": 750_000.0}),
     EncodingCase("longrope", stock_longrope, longrope(), tolerance=FLOAT32),
-    EncodingCase("longrope", stock_longrope, longrope(per="row"), label="longrope-row", tolerance=FLOAT32),
     EncodingCase(
         "longrope",
         stock_longrope,

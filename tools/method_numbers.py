@@ -12,11 +12,11 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
     Encoding,
-    KernelEncoding,
     Learned,
-    RelativeEncoding,
+    LinearAttention,
     RemapEncoding,
     RopeEncoding,
+    Shaw,
 )
 from rope_extend.units import format_length
 
@@ -36,8 +36,8 @@ def numbers(name: str) -> Rows:
     """
     encoding = example(name)
     compute: dict[type[Encoding], Callable[..., Rows]] = {
-        RemapEncoding: _given, RelativeEncoding: _ranges, BiasEncoding: _biases, Learned: _rows,
-        AbsoluteEncoding: _vectors, KernelEncoding: _features, RopeEncoding: _schedule,
+        RemapEncoding: _given, Shaw: _ranges, BiasEncoding: _biases, Learned: _rows,
+        AbsoluteEncoding: _vectors, LinearAttention: _features, RopeEncoding: _schedule,
     }  # fmt: skip
     return compute[shown_kind(encoding)](encoding)
 
@@ -124,7 +124,7 @@ def _biases(encoding: BiasEncoding) -> Rows:
     ]
 
 
-def _ranges(encoding: RelativeEncoding) -> Rows:
+def _ranges(encoding: Shaw) -> Rows:
     distances = torch.tensor(DISTANCES)
     return [["distance, tokens", "row of the table"]] + [
         [f"{distance:,}", str(row)]
@@ -152,7 +152,7 @@ def _rows(encoding: Learned) -> Rows:
     ]
 
 
-def _features(encoding: KernelEncoding) -> Rows:
+def _features(encoding: LinearAttention) -> Rows:
     values = (-2.0, -0.5, 0.0, 0.5, 2.0)
     found = encoding.features(torch.tensor(values)).tolist()
     return [["x", "φ(x)"]] + [[f"{x:g}", f"{y:.4f}"] for x, y in zip(values, found, strict=True)]

@@ -17,13 +17,13 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
     Encoding,
-    KernelEncoding,
     Learned,
+    LinearAttention,
     ModelShape,
-    RelativeEncoding,
     RemapEncoding,
     RopeEncoding,
     RopeShape,
+    Shaw,
     method_named,
 )
 from rope_extend.plots.style import INK, PLAIN, QUIET, method_colour, write_figure
@@ -41,7 +41,7 @@ HEADS = (1, 3, 5, 7)
 """The heads of biases that are drawn, counted from 1."""
 _DASHES = ("-", "--", "-.", ":")
 _KINDS: tuple[type[Encoding], ...] = (
-    RemapEncoding, RelativeEncoding, BiasEncoding, Learned, AbsoluteEncoding, KernelEncoding, RopeEncoding,
+    RemapEncoding, Shaw, BiasEncoding, Learned, AbsoluteEncoding, LinearAttention, RopeEncoding,
 )  # fmt: skip
 """The kinds of encodings by what a page shows of them; each comes before the kinds that it belongs to."""
 
@@ -101,8 +101,8 @@ def caption(name: str) -> str:
 def _drawing(encoding: Encoding) -> Callable[[Encoding, Path], Path]:
     """What draws an encoding: the picture of its most telling effect."""
     drawings: dict[type[Encoding], Callable[[Encoding, Path], Path]] = {
-        RemapEncoding: _draw_remap, RelativeEncoding: _draw_ranges, BiasEncoding: _draw_bias,
-        Learned: _draw_rows, AbsoluteEncoding: _draw_vectors, KernelEncoding: _draw_features,
+        RemapEncoding: _draw_remap, Shaw: _draw_ranges, BiasEncoding: _draw_bias,
+        Learned: _draw_rows, AbsoluteEncoding: _draw_vectors, LinearAttention: _draw_features,
     }  # fmt: skip
     if (kind := shown_kind(encoding)) in drawings:
         return drawings[kind]
@@ -221,7 +221,7 @@ def _draw_bias(encoding: Encoding, path: Path) -> Path:
 
 def _draw_ranges(encoding: Encoding, path: Path) -> Path:
     """Which vector each distance has."""
-    assert isinstance(encoding, RelativeEncoding)
+    assert isinstance(encoding, Shaw)
     figure, (axes,) = new_panels(f"{encoding}: the vector of each distance", height=3.2)
     distance = torch.arange(33)
     axes.step(distance.numpy(), encoding.ranges(distance).numpy(), color=method_colour(encoding.name),
@@ -257,7 +257,7 @@ def _draw_rows(encoding: Encoding, path: Path) -> Path:
 
 def _draw_features(encoding: Encoding, path: Path) -> Path:
     """The feature of a channel of a query or key, by its value."""
-    assert isinstance(encoding, KernelEncoding)
+    assert isinstance(encoding, LinearAttention)
     figure, (axes,) = new_panels(f"{encoding}: the feature map", height=3.2)
     x = torch.linspace(-4, 4, 161)
     axes.plot(x.numpy(), encoding.features(x).numpy(), color=method_colour(encoding.name), linewidth=2)

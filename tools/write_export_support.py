@@ -1,4 +1,4 @@
-"""Write docs/export.md: which encoding is exported where, and in which form."""
+"""Write the table of docs/saving.md: which encoding is exported where, and in which form."""
 
 from __future__ import annotations
 
@@ -12,66 +12,14 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding_names, method_named
 
 SHAPE, TARGET = RopeShape(dim=8, theta=10_000.0, trained_length=4096), 32_768
-PAGE = """\
-# Export
-
-<!-- written by tools/write_export_support.py -->
-
-    rope-extend export CHECKPOINT --to transformers --output DIRECTORY    # or vllm, or sglang
-    rope-extend export CHECKPOINT --to llama.cpp --gguf MODEL.gguf --output DIRECTORY
-    rope-extend export CHECKPOINT --support
-
-In Python, `rx.export(model, output, to="vllm")` exports a patched model, or the checkpoint in a directory.
-
-The exported model runs without rope_extend. If that is impossible, nothing is written and you are told why.
-The last command prints what is possible.
-
-- Weights are linked or copied, never written again.
-- An adapter is merged first. For llama.cpp, merge it yourself, before you convert the weights.
-- The export is compared with the original in another process before it appears. `--no-verify` skips this.
-
-For llama.cpp, run its own converter first: see [llama_cpp.md](llama_cpp.md).
-
-In short: `yarn`, `linear`, `ntk`, `abf`, `llama3` and most other static methods can be exported to all four
-targets. Methods that follow the length, or act inside attention, need rope_extend.
-
-## What each target supports
-
-For a model of Llama's shape, trained on {trained:,} tokens and extended to {target:,}. Other families can
-differ.
-
-- **native**: the target has the method, or a simpler one with the same table.
-- **exact by factors**: the target takes the table itself, one divisor for each pair of channels.
-- **needs rope_extend**: only `rope_extend.load` loads it.
-- **impossible**: the target has nothing that could express it.
-
-{table}
-
-## Good to know
-
-- vLLM and SGLang multiply the window of `linear` by its factor. The export for them states the trained
-  window, so that the result is right. `--max-model-len` (vLLM) or `--context-length` (SGLang) makes it
-  smaller.
-- vLLM and SGLang ignore `attention_factor` in `longrope`. The export for them gives the same number as
-  `short_mscale` and `long_mscale`. transformers warns that it does not know these keys, and ignores them.
-- llama.cpp supports factors in these architectures: {names}. In others it has the native forms, and YaRN
-  with its usual ramp.
-- `dual_chunk` is exported as `dual_chunk_attention_config` of Qwen2.5-1M's config. SGLang reads it in
-  `qwen2`, `qwen2_moe` and `qwen3_moe` models (since August 2025). transformers does not compute it, so
-  the export is compared with the original up to the length of a chunk only. The key has a third number,
-  `original_max_position_embeddings`. It is the extended window here, which turns the server's own factor on
-  the logits off.
-- The statements about a target come from its source; `rope_extend/checkpoint/export/targets.py` and `gguf.py`
-  name the files. Exports were run with transformers and llama.cpp. They were not run with vLLM and SGLang.
-"""
+PAGE = Path(__file__).parent.parent / "docs" / "saving.md"
+BEGIN, END = "<!-- table of tools/write_export_support.py -->", "<!-- end of table -->"
 
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dynamic_ntk", {"per": "row"}),
     ("yarn", {"attention_scale": 1.25}),
     ("yarn", {"beta_fast": 16.0, "truncate": False}),
     ("yarn", {"ramp": "turns"}),
-    ("longrope", {"per": "row"}),
     ("longrope", {"short": True}),
     ("longrope", {"start_tokens": 4}),
     ("resonance(yarn)", {}),
@@ -113,11 +61,13 @@ def support_table(rows: Sequence[Encoding], shape: RopeShape, target_length: int
 
 
 def page() -> str:
-    """The whole page."""
+    """The page with the table as the code says."""
     table = support_table(list(examples(SHAPE, TARGET)), SHAPE, TARGET)
     names = ", ".join(sorted(READS_FACTORS))
-    return PAGE.format(trained=SHAPE.trained_length, target=TARGET, table=table, names=names)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    note = f"Architectures of llama.cpp that read factors: {names}."
+    return f"{before}{BEGIN}\n\n{table}\n\n{note}\n\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent.parent / "docs" / "export.md").write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -51,7 +51,7 @@ Use it: {use}
 
 {support}
 
-[export.md](../export.md) explains the words. Other families of models can differ.
+[saving.md](../saving.md#export) explains the words. Other families of models can differ.
 
 ## Measured
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
+from rope_extend.encodings import BiasEncoding, ModelShape, Shaw
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.models.planned_device import device_of
 
@@ -144,8 +144,8 @@ class PartialBias:
         self.causal = causal
         self.names = tuple(learned)
         self.table = self.needs_weights = False
-        if isinstance(encoding, RelativeEncoding):
-            self.needs_weights = encoding.value_vectors(learned) is not None
+        if isinstance(encoding, Shaw):
+            self.needs_weights = "value_vectors" in learned
             self.sources = tuple(learned.values())
             return
         device, keys = positions.keys.device, positions.keys.shape[1]
@@ -183,8 +183,8 @@ class PartialBias:
             return window.unfold(1, end - first, 1)[None]
         queries = positions.queries[:, start:stop].flip(1)[:, :, None]
         distance = queries - positions.keys[:, None, first:end]
-        if isinstance(self.encoding, RelativeEncoding):
-            vectors = self.encoding.key_vectors(self._learned(sources))
+        if isinstance(self.encoding, Shaw):
+            vectors = self._learned(sources)["key_vectors"]
             index = self._ranges(start, stop, first, end)
             bias = (query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
         elif self.table:
@@ -211,16 +211,14 @@ class PartialBias:
         `weights` `[batch, heads, stop - start, end - first]` are the attention weights. Returns
         `[batch, heads, stop - start, value_dim]`.
         """
-        assert isinstance(self.encoding, RelativeEncoding)
-        vectors = self.encoding.value_vectors(self._learned(sources))
-        assert vectors is not None
+        vectors = self._learned(sources)["value_vectors"]
         index = self._ranges(start, stop, first, end).expand_as(weights)
         shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
         return shares @ vectors.to(shares.dtype)
 
     def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
         """The range that each distance falls into, `[rows, 1, stop - start, end - first]`."""
-        assert isinstance(self.encoding, RelativeEncoding)
+        assert isinstance(self.encoding, Shaw)
         queries = self.positions.queries[:, start:stop].flip(1)[:, :, None]
         return self.encoding.ranges((queries - self.positions.keys[:, None, first:end]).clamp(min=0))[:, None]
 

@@ -17,7 +17,7 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
     Encoding,
-    KernelEncoding,
+    LinearAttention,
     ModelShape,
     RemapEncoding,
     RopeEncoding,
@@ -50,7 +50,7 @@ def handler_for(
     if isinstance(encoding, AbsoluteEncoding):
         sized = _model_shape(model, shape)
         return VectorHandler(encoding, adapter, sized, learned=_learned(encoding, sized, model, []))
-    if isinstance(encoding, KernelEncoding):
+    if isinstance(encoding, LinearAttention):
         return KernelHandler(encoding, adapter, shape)
     normalises = adapter.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))

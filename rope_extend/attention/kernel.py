@@ -1,4 +1,4 @@
-"""Linear attention instead of softmax, for every `KernelEncoding`, with running sums instead of keys.
+"""Linear attention instead of softmax, with running sums instead of keys.
 
 `out_m = sum_n (R_m f(q_m)) . (R_n f(k_n)) v_n / sum_n f(q_m) . f(k_n)` over n up to m, with R the rotation
 and f the feature map (2104.09864, section 3.3). The contribution of all earlier tokens is two sums per head,
@@ -26,7 +26,7 @@ from rope_extend.attention.functions import (
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.rotation import rotate
-from rope_extend.encodings import KernelEncoding, RopeShape
+from rope_extend.encodings import LinearAttention, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.rotary import angles_of
 from rope_extend.models.undo import UndoLog
@@ -92,7 +92,7 @@ class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
     is_croppable = False
 
-    def __init__(self, state: State, seen: int, made_by: tuple[KernelEncoding, RopeShape]) -> None:
+    def __init__(self, state: State, seen: int, made_by: tuple[LinearAttention, RopeShape]) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = state[0].dtype, state[0].device, True
         self.keys, self.values = state
@@ -138,7 +138,7 @@ class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 class KernelHandler(AttentionHandler):
     """Computes linear attention instead of a model's own, for one patch of one model."""
 
-    encoding: KernelEncoding
+    encoding: LinearAttention
     shape: RopeShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from transformers import TrainerCallback
@@ -11,22 +13,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import changes_base, check_base
-from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
+from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record
 from rope_extend.checkpoint.saving import finish, written_directory
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
-from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
+from rope_extend.patching import current_patch
 
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     """Writes the record of a patched model's encoding into every checkpoint that a `Trainer` saves.
 
-    Use `Trainer(..., callbacks=[SaveEncodingCallback()])`, also in trainers built on it. `rope_extend.load`
-    then reads each `checkpoint-N`, adapter or full. The output directory itself gets a record without
-    digests, because `Trainer.save_model` does not tell callbacks when it has written there. Call
-    `record_encoding` after `save_model`, for a record with digests and, if stock transformers does not
-    support the encoding, a config that it does not read; also if it saves to another directory.
+    Use `Trainer(..., callbacks=[SaveEncodingCallback()])`, also in trainers built on it. When training
+    begins, it wraps the model's `save_pretrained`. So every directory that this writes is complete, adapter
+    or full: each `checkpoint-N`, and those of `Trainer.save_model` and `push_to_hub`. It has the record with
+    digests, and a config that stock transformers refuses if it does not support the encoding.
 
     Args:
         base_model: name of the base model for the record; default: the name it was loaded by.
@@ -34,6 +35,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, base_model: str | None = None) -> None:
         self.base_model = base_model
+        self._completed: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Refuse a model without a patch now, not at its first checkpoint, and mark its adapters.
@@ -57,24 +59,30 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
                 check_base(model, fingerprint, adapter=checkpoint, trained_on=trained_on, advice=advice)
         for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
+        self._complete_what_is_saved(model)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Complete the checkpoint that was just saved."""
-        directory = _checkpoint(args, state)
-        if args.should_save and directory.is_dir():
-            record = Record.of(model, self.base_model)
-            finish(written_directory(directory, model), model, record, renamed=bool(self.base_model))
+        """Complete the checkpoint that was just saved, if it was not by `save_pretrained`."""
+        directory = written_directory(_checkpoint(args, state), model)
+        if args.should_save and directory.is_dir() and directory != self._completed:
+            self._complete(directory, model)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Write the record for a model that is saved into the output directory later."""
-        if args.should_save:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            write_learned(Path(args.output_dir), model)
-            write_record(args.output_dir, Record.of(model, self.base_model))
+    def _complete_what_is_saved(self, model: Any) -> None:
+        """Wrap `save_pretrained`; by a function of the model, so that a copy of the model saves the copy."""
+        stock = type(model).save_pretrained
 
-    def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Write the record for a model that is about to be saved into the output directory, and pushed."""
-        self.on_train_end(args, state, control, model)
+        @functools.wraps(stock)
+        def save_pretrained(saved: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+            result = stock(saved, save_directory, *args, **options)
+            if current_patch(saved) is not None and options.get("is_main_process", True):
+                self._complete(written_directory(Path(save_directory), saved), saved)
+            return result
+
+        model.save_pretrained = MethodType(save_pretrained, model)
+
+    def _complete(self, directory: Path, model: Any) -> None:
+        finish(directory, model, Record.of(model, self.base_model), renamed=bool(self.base_model))
+        self._completed = directory
 
 
 def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:

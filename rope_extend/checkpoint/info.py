@@ -25,7 +25,7 @@ from rope_extend.encodings import (
     methods_from_length,
     rotary_method,
 )
-from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
@@ -276,6 +276,6 @@ def _uses(model: nn.Module, encoding: Encoding, shape: RopeShape, target_length:
         return False
     if not isinstance(encoding, RopeEncoding):
         return False
-    if encoding.beyond_one_table(shape) and not encoding.per_row:
+    if encoding.beyond_one_table(shape):
         return False
     return has_tables_of(model, encoding, shape, (shape.trained_length, target_length))

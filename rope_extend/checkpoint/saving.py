@@ -142,7 +142,7 @@ def write_model(base: Any, directory: Path, max_shard_size: int | str | None = N
     if learned_parameters(base):
         state = {name: value for name, value in base.state_dict().items() if not is_learned(name)}
     with _config_as_loaded(base):
-        base.save_pretrained(directory, state_dict=state, **options)
+        type(base).save_pretrained(base, directory, state_dict=state, **options)
 
 
 def write_tokenizer(tokenizer: Any, directory: Path) -> None:
@@ -182,7 +182,7 @@ def _write_adapter(model: Any, directory: Path) -> None:
     active = model.active_adapters
     if len(active) != 1:
         raise RopeExtendError(f"save takes one active adapter, got {active}; choose one with set_adapter")
-    model.save_pretrained(directory, selected_adapters=active)
+    type(model).save_pretrained(model, directory, selected_adapters=active)
     if active != ["default"]:  # peft writes an adapter of another name one level down
         for path in (directory / active[0]).iterdir():
             os.replace(path, directory / path.name)

@@ -9,7 +9,8 @@ from functools import wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.config import Config, add_flags, field_hints, items
+from rope_extend.checks import field_hints
+from rope_extend.config import Config, add_flags, items
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.method_names import check_method_name

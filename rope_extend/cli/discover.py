@@ -269,12 +269,18 @@ def generate(arguments: argparse.Namespace) -> None:
     check_checkpoint(arguments.model)  # before torch is imported
 
     import torch
+    from transformers import AutoTokenizer
 
     from rope_extend.evaluation.answering import Subjects, answer, long_prompt
     from rope_extend.models.load_options import LoadOptions
+    from rope_extend.models.loading import pretrained
 
+    options = LoadOptions(
+        device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        attention=arguments.attention, quantize=arguments.quantize,
+    )  # fmt: skip
     subjects = Subjects.of(
-        arguments.model, base_model=arguments.base_model, target_length=arguments.target_length,
+        arguments.model, options, base_model=arguments.base_model, target_length=arguments.target_length,
         method=arguments.method, trained_length=arguments.trained_length,
     )  # fmt: skip
     if arguments.no_before and not subjects.is_extended:
@@ -282,28 +288,24 @@ def generate(arguments: argparse.Namespace) -> None:
             f"{arguments.model} is not extended here, so --no-before has no answer to leave out; give "
             "--target-length, or leave --no-before out"
         )
-    options = LoadOptions(
-        device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        attention=arguments.attention, quantize=arguments.quantize,
-    )  # fmt: skip
-    tokenizer = subjects.load_tokenizer()
-    window = subjects.target_length - arguments.new_tokens
+    tokenizer = pretrained(AutoTokenizer, subjects.tokenizer)
+    window = subjects.window - arguments.new_tokens
     if window < 1:
         raise RopeExtendError(
             f"an answer of {arguments.new_tokens:,} tokens leaves no room in a window of "
-            f"{subjects.target_length:,}; use a smaller --new-tokens"
+            f"{subjects.window:,}; use a smaller --new-tokens"
         )
     most = arguments.max_tokens or window
     if most > window:
         raise RopeExtendError(
             f"--max-tokens {most:,} and an answer of {arguments.new_tokens:,} exceed the window of "
-            f"{subjects.target_length:,} tokens; use at most {window:,}"
+            f"{subjects.window:,} tokens; use at most {window:,}"
         )
     prompt = long_prompt(tokenizer, text, arguments.ask, most, chat="off" if arguments.no_chat else "auto")
     part = f"the first {prompt.used:,} of " if prompt.used < prompt.total else ""
     total = f"{arguments.file}: {part}{prompt.total:,} tokens"
     print(f"{total}; prompt: {len(prompt.ids):,} tokens", file=sys.stderr)
-    for label, model in subjects.answerers(options, before=not arguments.no_before):
+    for label, model in subjects.answerers(before=not arguments.no_before):
         print(f"--- {label}", flush=True)
         answer(
             model, tokenizer, prompt.ids, arguments.new_tokens, lambda piece: print(piece, end="", flush=True)

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from shlex import quote
 
+import yaml
+
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, path, size
 from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
@@ -42,6 +45,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
+    if (model := _model_of(arguments)) is not None:
+        check_checkpoint(model)  # before the checks of a recipe import torch
     recipe = recipe_from_arguments(arguments)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
@@ -63,6 +68,18 @@ def finetune(arguments: argparse.Namespace) -> None:
     print(f"evaluate it: rope-extend evaluate {trained} --data ...")
 
 
+def _model_of(arguments: argparse.Namespace) -> str | None:
+    """The model that a run names; None if there is none, or an error that the checks of a recipe explain."""
+    first = arguments.config
+    if arguments.model is not None or first is None or not first.endswith((".yaml", ".yml")):
+        return arguments.model or first
+    try:
+        model = yaml.safe_load(Path(first).read_text("utf-8"))["model"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+        return None
+    return model if isinstance(model, str) else None
+
+
 def search_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `search`."""
     plan = (
@@ -82,6 +99,7 @@ def search(arguments: argparse.Namespace) -> None:
     config = from_arguments(SearchConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
+    check_checkpoint(config.model)  # before torch is imported
 
     from rope_extend.searching.run_search import plan_search
     from rope_extend.searching.run_search import search as run

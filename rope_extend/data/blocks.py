@@ -74,11 +74,18 @@ def cut_blocks(documents: Sequence[Document], length: int | str) -> Blocks:
         raise RopeExtendError(
             f"a block needs at least 2 tokens, one as input and one to predict; got {length}"
         )
+    if not documents:
+        raise RopeExtendError(f"no documents given, so none has {length:,} tokens; give at least one")
     spans = [
         (i, start) for i, document in enumerate(documents) for start in block_starts(len(document), length)
     ]
     if not spans:
-        raise RopeExtendError(_no_long_document(documents, length))
+        longest = max(documents, key=len)
+        raise RopeExtendError(
+            f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
+            f"{len(longest):,}. Use a length of {len(longest):,} or less, or longer texts; short texts can "
+            "be packed"
+        )
     return Blocks(documents, length, spans)
 
 
@@ -89,14 +96,3 @@ def block_starts(tokens: int, length: int) -> list[int]:
     if starts and rest * 2 >= length:
         starts.append(tokens - length)
     return starts
-
-
-def _no_long_document(documents: Sequence[Document], length: int) -> str:
-    if not documents:
-        return f"no documents given, so none has {length:,} tokens; give at least one"
-    longest = max(documents, key=len)
-    return (
-        f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
-        f"{len(longest):,}. Use a length of {len(longest):,} or less, or longer texts. Short texts are not "
-        "concatenated, because they contain no long-range context; a recipe can use them with packing"
-    )

@@ -20,7 +20,7 @@ from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
 from rope_extend.data.mixing import Mixture
-from rope_extend.data.packing import PackedBlocks, packed_blocks, packing_reason
+from rope_extend.data.packing import packed_blocks, packing_reason
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import format_length
@@ -51,51 +51,23 @@ def mixed_windows(
     long = cut_blocks(filling or documents, length)
     # One document fills each block, so these are packed blocks too, with the same inputs as short ones.
     whole = [Document(long.origin(index)[0], long[index]["input_ids"]) for index in range(len(long))]
+    # All short documents, then pieces of the others, one of each in turn, until there are enough blocks.
     short = [document for document in documents if len(document) < length]
-    needed = max(1, round(len(long) * short_share / (1 - short_share)))
-    return Mixture(
-        [
-            packed_blocks(whole, length, restarts=True),
-            short_blocks(short, length, window, others=filling, needed=needed),
-        ],
-        (1 - short_share, short_share),
-        seed=seed,
-    )
-
-
-def short_blocks(
-    documents: Sequence[Document],
-    length: int,
-    window: int,
-    *,
-    others: Sequence[Document] = (),
-    needed: int = 0,
-) -> PackedBlocks:
-    """Packed blocks in which no document, or piece of one, is longer than the window.
-
-    Args:
-        documents: the documents, all of which are used.
-        length: tokens per block.
-        window: the trained window, in tokens.
-        others: documents whose pieces are used, one of each in turn, until there are enough blocks.
-        needed: the number of blocks that is enough.
-
-    Raises:
-        RopeExtendError: the documents together do not fill a block.
-    """
-    pieces = [piece for document in documents for piece in _pieces([document], window)]
+    pieces = [piece for document in short for piece in _pieces([document], window)]
     tokens = sum(map(len, pieces))
-    for piece in _pieces(others, window):
+    needed = max(1, round(len(long) * short_share / (1 - short_share)))
+    for piece in _pieces(filling, window):
         if tokens >= needed * length:
             break
         pieces.append(piece)
         tokens += len(piece)
     if tokens < length:
         raise RopeExtendError(
-            f"mixed_windows: a short block needs {length:,} tokens, and {len(documents) + len(others)} "
-            f"documents, cut into pieces of {window:,} tokens, have {tokens:,} together; give more text"
+            f"mixed_windows: a short block needs {length:,} tokens, and {len(documents)} documents, cut into "
+            f"pieces of {window:,} tokens, have {tokens:,} together; give more text"
         )
-    return packed_blocks(pieces, length, restarts=True)
+    sources = [packed_blocks(whole, length, restarts=True), packed_blocks(pieces, length, restarts=True)]
+    return Mixture(sources, (1 - short_share, short_share), seed=seed)
 
 
 def _pieces(documents: Sequence[Document], window: int) -> Iterator[Document]:
@@ -126,8 +98,7 @@ def check_mixed_windows(length: int, encoding: Encoding, shape: RopeShape, confi
             "than in training; use short_original(yarn), or longrope with a short_factor"
         )
     else:
-        # The documents of a short block are all within the trained window, and share its table.
-        reason = packing_reason(RESTART, encoding, shape, config, one_table=True)
+        reason = packing_reason(RESTART, encoding, shape, config)
     if reason is not None:
         raise RopeExtendError(
             f"mixed_windows cannot be combined with {encoding} on {config.model_type}: {reason}"

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rope_extend.data.choices import CONTINUE, RESTART
+from rope_extend.data.choices import CONTINUE
 from rope_extend.data.documents import Document
-from rope_extend.encodings import Encoding, KernelEncoding, RopeShape
+from rope_extend.encodings import Encoding, LinearAttention, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
 from rope_extend.units import format_length
@@ -138,9 +138,7 @@ def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: An
         )
 
 
-def packing_reason(
-    packing: str, encoding: Encoding, shape: RopeShape, config: Any, *, one_table: bool = False
-) -> str | None:
+def packing_reason(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> str | None:
     """Why documents cannot share a row, as a clause; None if they can.
 
     Args:
@@ -148,24 +146,18 @@ def packing_reason(
         encoding: the encoding of the model.
         shape: the rotary shape of the model.
         config: the config of the model.
-        one_table: whether all documents of a row use the same table, whatever their lengths.
     """
     kinds = {
         kind
         for kind in getattr(config.get_text_config(), "layer_types", None) or ()
         if any(name in kind for name in _RECURRENT)
     }
-    if isinstance(encoding, KernelEncoding):
+    if isinstance(encoding, LinearAttention):
         return "it carries sums from token to token, which no mask stops at the end of a document"
     if kinds:
         return (
             f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
             "stops at the end of a document"
-        )
-    if packing == RESTART and encoding.per_row and not one_table:
-        return (
-            "its table depends on the length of the whole row, and the documents in a row have different "
-            "lengths; with per='query' it can be packed"
         )
     if packing == CONTINUE and encoding.remaps:
         return (

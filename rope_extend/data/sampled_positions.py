@@ -8,18 +8,15 @@ by name.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import check_number
 from rope_extend.errors import RopeExtendError
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -28,105 +25,64 @@ _STREAM = 0x705
 """Part of the seed, so that these draws differ from others with the same seed and number."""
 
 
-class PositionSampler(ABC):
-    """Chooses positions of a long window for the tokens of a short block.
+Sampler = Callable[[int, int, np.random.Generator], Ints]
+"""Takes the tokens of a block, those of the window to reach, which are as many or more, and a generator.
 
-    Attributes:
-        name: name in recipes.
-        paper: arXiv id.
-        shortest: minimum number of tokens of a block.
-    """
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
-    shortest: ClassVar[int] = 2
-
-    @abstractmethod
-    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
-        """Choose increasing positions, int64 `[length]`, from 0 to below `target_length >= length`."""
+Returns increasing positions from 0 to below the window, int64 `[length]`.
+"""
+SHORTEST = 3
+"""Minimum number of tokens of a block: a head, a tail, and a piece between them."""
 
 
-@dataclass(frozen=True)
-class PoSE(PositionSampler):
-    """Two chunks of consecutive positions, with a random gap between them.
+def pose(length: int, target_length: int, generator: np.random.Generator) -> Ints:
+    """Two chunks of consecutive positions, with a random gap between them: PoSE (2309.10400).
 
     The first chunk has 1 to half of the tokens and begins at 0; the second is moved by u ~ U{0, …, target -
     length}. The text has no gap: the paper found that skipping text too matters little.
     """
-
-    name: ClassVar[str] = "pose"
-    paper: ClassVar[str] = "2309.10400"
-
-    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
-        """Two runs of consecutive positions."""
-        positions = np.arange(length)
-        first = generator.integers(1, (length + 1) // 2, endpoint=True)
-        positions[first:] += generator.integers(0, target_length - length, endpoint=True)
-        return positions
+    positions = np.arange(length)
+    first = generator.integers(1, (length + 1) // 2, endpoint=True)
+    positions[first:] += generator.integers(0, target_length - length, endpoint=True)
+    return positions
 
 
-@dataclass(frozen=True)
-class CREAM(PositionSampler):
-    """The head and the tail of the window, and a consecutive piece between them, most often from the middle.
+def cream(length: int, target_length: int, generator: np.random.Generator) -> Ints:
+    """The head and tail of the window, and a piece between, most often from the middle: CREAM (2406.07138).
 
     With s = target / length: head and tail have a third of the tokens each or, half of the time, 4s (at most
     a third). The piece of m tokens ends at a position drawn evenly from [head + (m-1) a/2, length a/2 -
-    tail), with a ~ N(1 + s, sigma²) truncated to [2, 2s]. The authors' code clamps values outside to the
-    nearest end and rounds a down; here the truncation is exact and a is not rounded.
-
-    Attributes:
-        sigma: standard deviation of a.
+    tail), with a ~ N(1 + s, 3²) truncated to [2, 2s]. The authors' code clamps values outside to the nearest
+    end and rounds a down; here the truncation is exact and a is not rounded.
     """
-
-    sigma: float = 3.0
-
-    name: ClassVar[str] = "cream"
-    paper: ClassVar[str] = "2406.07138"
-    shortest: ClassVar[int] = 3
-
-    def __post_init__(self) -> None:
-        check_number(self.name, "sigma", self.sigma, minimum=0, above=True)
-
-    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
-        """Three runs of consecutive positions."""
-        scale = target_length / length
-        edge = length // 3
-        if generator.random() < 0.5:
-            edge = min(edge, int(4 * scale))
-        middle = length - 2 * edge
-        normal = NormalDist(1 + scale, self.sigma)
-        low, high = normal.cdf(2), normal.cdf(2 * scale)
-        share = low + (high - low) * generator.random()
-        half = min(max(normal.inv_cdf(min(max(share, 1e-300), 1 - 2**-53)) / 2, 1.0), scale)
-        first_end = int(edge + (middle - 1) * half)
-        last_end = max(first_end, int(length * half) - edge - 1)
-        end = min(int(generator.integers(first_end, last_end, endpoint=True)), target_length - edge - 1)
-        return np.concatenate([
-            np.arange(edge),
-            np.arange(end - middle + 1, end + 1),
-            np.arange(target_length - edge, target_length),
-        ])  # fmt: skip
+    scale = target_length / length
+    edge = length // 3
+    if generator.random() < 0.5:
+        edge = min(edge, int(4 * scale))
+    middle = length - 2 * edge
+    normal = NormalDist(1 + scale, 3.0)
+    low, high = normal.cdf(2), normal.cdf(2 * scale)
+    share = low + (high - low) * generator.random()
+    half = min(max(normal.inv_cdf(min(max(share, 1e-300), 1 - 2**-53)) / 2, 1.0), scale)
+    first_end = int(edge + (middle - 1) * half)
+    last_end = max(first_end, int(length * half) - edge - 1)
+    end = min(int(generator.integers(first_end, last_end, endpoint=True)), target_length - edge - 1)
+    return np.concatenate([
+        np.arange(edge),
+        np.arange(end - middle + 1, end + 1),
+        np.arange(target_length - edge, target_length),
+    ])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RandomPositions(PositionSampler):
-    """Different positions drawn evenly from the whole window, one for each token, in order."""
-
-    name: ClassVar[str] = "random"
-    paper: ClassVar[str] = "2305.16843"
-
-    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
-        """A sorted sample without replacement."""
-        return np.sort(generator.choice(target_length, size=length, replace=False, shuffle=False))
+def random_positions(length: int, target_length: int, generator: np.random.Generator) -> Ints:
+    """Different positions drawn evenly from the whole window, one for each token, in order: 2305.16843."""
+    return np.sort(generator.choice(target_length, size=length, replace=False, shuffle=False))
 
 
-SAMPLERS: dict[str, PositionSampler] = {
-    sampler.name: sampler for sampler in (PoSE(), CREAM(), RandomPositions())
-}
-"""The samplers by name, with the papers' parameters."""
+SAMPLERS: dict[str, Sampler] = {"pose": pose, "cream": cream, "random": random_positions}
+"""The samplers by the name in recipes, with the papers' parameters."""
 
 
-def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape) -> None:
+def check_meaning(sampler: str, encoding: Encoding, shape: RopeShape) -> None:
     """Refuse an encoding for which sampled positions do not stand for a long text.
 
     Length-dependent schedules that choose a table for each query use its position, and are accepted.
@@ -136,18 +92,13 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
     """
     if not isinstance(encoding, RopeEncoding):
         raise RopeExtendError(
-            f"positions {sampler.name} cannot be combined with {encoding}: only rotary methods use sampled "
+            f"positions {sampler} cannot be combined with {encoding}: only rotary methods use sampled "
             "positions; train it on long blocks"
         )
     ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
     rotates = any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)
     reason = None
-    if encoding.per_row:
-        reason = (
-            "its table depends on the length of the whole row, and a short row with far positions is not a "
-            "long one; with per='query' positions can be sampled"
-        )
-    elif not rotates and encoding.decay(shape) is None:
+    if not rotates and encoding.decay(shape) is None:
         reason = "it does not use positions; train it on long blocks, or leave positions out"
     elif encoding.scales_by_position(shape):
         reason = (
@@ -155,7 +106,7 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
             "not raise; train it on long blocks, or use the schedule inside it alone"
         )
     if reason is not None:
-        raise RopeExtendError(f"positions {sampler.name} cannot be combined with {encoding}: {reason}")
+        raise RopeExtendError(f"positions {sampler} cannot be combined with {encoding}: {reason}")
 
 
 class PositionCollator:
@@ -165,7 +116,7 @@ class PositionCollator:
     Calls count the sequences; with several loader workers, each worker counts its own.
 
     Args:
-        sampler: a sampler, or one of the names `pose`, `cream` and `random`.
+        sampler: `pose`, `cream` or `random`.
         target_length: the window to reach, in tokens.
         seed: seed of all draws.
         drawn: number of sequences before the first call, for a resumed run.
@@ -174,15 +125,11 @@ class PositionCollator:
         RopeExtendError: an unknown name.
     """
 
-    def __init__(
-        self, sampler: PositionSampler | str, target_length: int, *, seed: int = 0, drawn: int = 0
-    ) -> None:
-        if isinstance(sampler, str):
-            if sampler not in SAMPLERS:
-                raise RopeExtendError(
-                    f"no position sampler is named {sampler!r}; use one of {', '.join(SAMPLERS)}"
-                )
-            sampler = SAMPLERS[sampler]
+    def __init__(self, sampler: str, target_length: int, *, seed: int = 0, drawn: int = 0) -> None:
+        if sampler not in SAMPLERS:
+            raise RopeExtendError(
+                f"no position sampler is named {sampler!r}; use one of {', '.join(SAMPLERS)}"
+            )
         self.sampler, self.target_length, self.seed, self.drawn = sampler, target_length, seed, drawn
 
     def positions(self, length: int, number: int) -> Ints:
@@ -191,13 +138,13 @@ class PositionCollator:
         Raises:
             RopeExtendError: a block that is too short for the sampler, or longer than the window.
         """
-        if not self.sampler.shortest <= length <= self.target_length:
+        if not SHORTEST <= length <= self.target_length:
             raise RopeExtendError(
-                f"positions {self.sampler.name} needs blocks of {self.sampler.shortest} to "
-                f"{self.target_length} tokens, the window to reach; got {length}"
+                f"positions {self.sampler} needs blocks of {SHORTEST} to {self.target_length} tokens, the "
+                f"window to reach; got {length}"
             )
         generator = np.random.default_rng([self.seed, _STREAM, number])
-        return self.sampler.sample(length, self.target_length, generator)
+        return SAMPLERS[self.sampler](length, self.target_length, generator)
 
     def share_beyond(self, window: int, length: int, sequences: int) -> float:
         """Share of the tokens of the first sequences whose position is `window` or above."""

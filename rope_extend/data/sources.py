@@ -41,6 +41,8 @@ _CHATS = ("messages", "conversations")
 """Usual names of the column of a chat."""
 _ZEROS = 0.01
 """A text file may have this share of zero bytes, as a log after a crash has; more are UTF-16 or no text."""
+_TIMEOUT = 10.0
+"""Seconds to wait for the hub's answer."""
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
 _BUNDLED: dict[str | Path, Callable[[], list[Path]]] = {
@@ -67,10 +69,7 @@ def _with_bundled_files(source: Source) -> Source:
             )
     if not any(name in _BUNDLED for name in names):
         return source
-    try:
-        return [path for name in names for path in (_BUNDLED[name]() if name in _BUNDLED else [name])]
-    except FileNotFoundError as error:
-        raise RopeExtendError(str(error)) from error
+    return [path for name in names for path in (_BUNDLED[name]() if name in _BUNDLED else [name])]
 
 
 def is_dataset(source: str) -> bool:
@@ -110,6 +109,7 @@ def read_texts(
     """
     if isinstance(source, str) and is_dataset(source):
         dataset, _, config = source.partition(":")
+        _check_on_hub(source, dataset)
         options = {"streaming": True} if streaming else {}
         table = _load(source, dataset, config or None, split=split, **options)
         for row, text in enumerate(_column(_rows(table, column, source, dataset), column, source)):
@@ -255,6 +255,27 @@ def _is_path(source: str) -> bool:
         or os.path.isdir(directory)
         or _suffixes(Path(source))[0] in _SUFFIXES | _NAMED_TABLES.keys() | _ARCHIVES
     )
+
+
+def _check_on_hub(source: str, dataset: str) -> None:
+    """Refuse a dataset that is not cached if the hub does not answer; `datasets` asks for half a minute."""
+    import datasets
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    owner, _, name = dataset.rpartition("/")
+    kept = f"{owner}___{datasets.naming.camelcase_to_snakecase(name)}"
+    if is_offline_mode() or (Path(datasets.config.HF_DATASETS_CACHE) / kept).exists():
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(dataset, "README.md", repo_type="dataset"), timeout=_TIMEOUT)
+    except HfHubHTTPError:
+        return  # such as a dataset that does not exist: `datasets` says what to do
+    except Exception as error:  # no network or a proxy: the classes differ between versions
+        raise RopeExtendError(
+            f"no file {source!r} (seen from {Path.cwd()}), and the hub cannot be asked for a dataset of that "
+            f"name ({type(error).__name__}). Check the path, or the network"
+        ) from error
 
 
 def _load(source: object, *args: Any, **options: Any) -> Any:

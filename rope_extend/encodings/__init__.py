@@ -16,8 +16,6 @@ from rope_extend.encodings.composed import Truncated as Truncated
 from rope_extend.encodings.composed import XPos as XPos
 from rope_extend.encodings.core.alternatives import AbsoluteEncoding as AbsoluteEncoding
 from rope_extend.encodings.core.alternatives import BiasEncoding as BiasEncoding
-from rope_extend.encodings.core.alternatives import KernelEncoding as KernelEncoding
-from rope_extend.encodings.core.alternatives import RelativeEncoding as RelativeEncoding
 from rope_extend.encodings.core.encoding import Encoding as Encoding
 from rope_extend.encodings.core.encoding import SavedEncoding as SavedEncoding
 from rope_extend.encodings.core.encoding import encoding as encoding
@@ -31,7 +29,6 @@ from rope_extend.encodings.core.methods import methods_from_length as methods_fr
 from rope_extend.encodings.core.methods import rotary_method as rotary_method
 from rope_extend.encodings.core.remap import RemapEncoding as RemapEncoding
 from rope_extend.encodings.core.rope import GrowingRope as GrowingRope
-from rope_extend.encodings.core.rope import LengthDependent as LengthDependent
 from rope_extend.encodings.core.rope import RopeEncoding as RopeEncoding
 from rope_extend.encodings.core.rope import ScaledRope as ScaledRope
 from rope_extend.encodings.core.shapes import ModelShape as ModelShape

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from rope_extend.checks import choice, number
 from rope_extend.encodings.core.alternatives import AbsoluteEncoding, LearnedValues
-from rope_extend.encodings.core.checks import check_length, choice, number
-from rope_extend.encodings.core.shapes import ModelShape, RopeShape
+from rope_extend.encodings.core.shapes import ModelShape, RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 
 

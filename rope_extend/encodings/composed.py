@@ -9,15 +9,15 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import MAX_DIM, flag, number, whole
-from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule, two_tables
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.checks import FLAG, number, whole
+from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
+from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
 
 def _as_inner(attribute: str) -> Any:
-    """An attribute that is that of the inner schedule."""
+    """An attribute or a method that is that of the inner schedule."""
     return property(lambda self: getattr(self.inner, attribute))
 
 
@@ -25,7 +25,7 @@ def _as_inner(attribute: str) -> Any:
 class ComposedRope(RopeEncoding):
     """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
 
-    Everything that a subclass does not change is taken from the inner schedule.
+    What a subclass does not change is that of the inner schedule.
 
     Attributes:
         inner: the schedule that is changed, an encoding or its `to_dict()`; plain RoPE by default.
@@ -40,33 +40,14 @@ class ComposedRope(RopeEncoding):
         object.__setattr__(self, "inner", inner_schedule(self))
 
     depends_on_length = _as_inner("depends_on_length")
-    per_row = _as_inner("per_row")
     start_tokens = _as_inner("start_tokens")
     rotates_in_attention = _as_inner("rotates_in_attention")
-
-    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """The inner schedule's, `[dim/2]` float64, radians per token."""
-        return self.inner.inv_freq(shape, seq_len)
-
-    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
-        """The inner schedule's."""
-        return self.inner.attention_factor(shape, seq_len)
-
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """The inner schedule's."""
-        return self.inner.table_length(shape, lengths)
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """The inner schedule's."""
-        return self.inner.logit_scale(shape, position_ids)
-
-    def decay(self, shape: RopeShape) -> Tensor | None:
-        """The inner schedule's."""
-        return self.inner.decay(shape)
-
-    def target_length(self, shape: RopeShape) -> int | None:
-        """The inner schedule's."""
-        return self.inner.target_length(shape)
+    inv_freq = _as_inner("inv_freq")
+    attention_factor = _as_inner("attention_factor")
+    table_length = _as_inner("table_length")
+    logit_scale = _as_inner("logit_scale")
+    decay = _as_inner("decay")
+    target_length = _as_inner("target_length")
 
     def __str__(self) -> str:
         """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
@@ -136,7 +117,7 @@ class Clipped(ComposedRope):
     """
 
     channels: Annotated[int | None, whole(1, MAX_DIM)] = None
-    hard: Annotated[bool, flag] = False
+    hard: Annotated[bool, FLAG] = False
 
     name: ClassVar[str] = "clipped"
     paper: ClassVar[str] = "2602.05258"
@@ -294,14 +275,6 @@ class XPos(ComposedRope):
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "2212.10554"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.inner.per_row:
-            raise RopeExtendError(
-                f"xpos rotates keys for each query, but {self.inner} does not; give the inner schedule "
-                f"per='query'"
-            )
-
     rotates_in_attention = True
 
     def decay(self, shape: RopeShape) -> Tensor:
@@ -357,9 +330,7 @@ class ShortOriginal(ComposedRope):
         """1 up to and including the trained length, then the inner schedule's."""
         return 1.0 if self._is_short(shape, seq_len) else self.inner.attention_factor(shape, seq_len)
 
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """Two tables: one up to and including the trained length, and one beyond."""
-        return two_tables(shape, lengths)
+    table_length = RopeEncoding.table_length
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The inner schedule's, beyond the trained window only."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import choice, flag
+from rope_extend.checks import FLAG, choice
 from rope_extend.encodings.core.rope import GrowingRope, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.static import TURNS, YaRN, ntk_theta
@@ -23,8 +23,7 @@ class DynamicLinear(GrowingRope):
     """Dynamic interpolation: plain RoPE within the trained window, beyond it linear with factor l / L.
 
     Attributes:
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_linear"
@@ -34,10 +33,6 @@ class DynamicLinear(GrowingRope):
         """`theta_i / max(1, l/L)`, `[dim/2]` float64, radians per token."""
         return shape.inv_freq() / needed_factor(shape, seq_len)
 
-    def target_length(self, shape: RopeShape) -> int | None:
-        """None: it adapts to any length."""
-        return None
-
 
 @dataclass(frozen=True)
 class DynamicNTK(ScaledRope, GrowingRope):
@@ -45,8 +40,7 @@ class DynamicNTK(ScaledRope, GrowingRope):
 
     Attributes:
         factor: s, how fast the base grows: at l tokens it is that for `s*l/L - (s-1)` times the window.
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_ntk"
@@ -70,13 +64,12 @@ class DynamicYaRN(GrowingRope):
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
         ramp: as in `yarn`.
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next.
+        step: the relative growth of the text from one table to the next.
     """
 
     beta_fast: Annotated[float, TURNS] = 32.0
     beta_slow: Annotated[float, TURNS] = 1.0
-    truncate: Annotated[bool, flag] = True
+    truncate: Annotated[bool, FLAG] = True
     ramp: Annotated[str, choice("index", "turns")] = "index"
 
     name: ClassVar[str] = "dynamic_yarn"
@@ -102,7 +95,3 @@ class DynamicYaRN(GrowingRope):
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`0.1 ln max(1, l/L) + 1`."""
         return self._yarn(needed_factor(shape, seq_len)).attention_factor(shape)
-
-    def target_length(self, shape: RopeShape) -> int | None:
-        """None: it adapts to any length."""
-        return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.encodings.core.alternatives import KernelEncoding
+from rope_extend.encodings.core.encoding import Encoding
 from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.static import PlainRope
@@ -18,7 +18,7 @@ from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
-class LinearAttention(KernelEncoding):
+class LinearAttention(Encoding):
     """Linear attention: one running sum stands for all earlier tokens, at a constant cost per token.
 
     Features of queries and keys are rotated in the numerator but not in the denominator, as in RoFormer.
@@ -33,6 +33,7 @@ class LinearAttention(KernelEncoding):
 
     name: ClassVar[str] = "linear_attention"
     paper: ClassVar[str] = "2104.09864"
+    replaces_rotation = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

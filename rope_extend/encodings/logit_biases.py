@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.alternatives import BiasEncoding, LearnedValues, RelativeEncoding
-from rope_extend.encodings.core.checks import check_length, choice, flag, whole
-from rope_extend.encodings.core.shapes import ModelShape
+from rope_extend.checks import FLAG, choice, whole
+from rope_extend.encodings.core.alternatives import BiasEncoding, LearnedValues
+from rope_extend.encodings.core.shapes import ModelShape, check_length
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import RopeExtendError
 
@@ -109,7 +109,7 @@ class Kerple(BiasEncoding):
     """
 
     kernel: Annotated[str, choice("log", "power")] = "log"
-    per_layer: Annotated[bool, flag] = True
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "kerple"
     paper: ClassVar[str] = "2205.09921"
@@ -157,7 +157,7 @@ class FIRE(BiasEncoding):
     """
 
     width: Annotated[int, whole(1, 4096)] = 32
-    per_layer: Annotated[bool, flag] = True
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "2310.04418"
@@ -261,8 +261,10 @@ class Sandwich(BiasEncoding):
 
 
 @dataclass(frozen=True)
-class Shaw(RelativeEncoding):
+class Shaw(BiasEncoding):
     """Shaw's relative embeddings: a learned vector for each distance is added to keys.
+
+    The logits are `scale * query . (key + vector)`, so the bias depends on the content of the query.
 
     Attributes:
         reach: the distance in tokens from which all distances share one vector.
@@ -272,8 +274,8 @@ class Shaw(RelativeEncoding):
     """
 
     reach: Annotated[int, check_length] = 16
-    values: Annotated[bool, flag] = False
-    per_layer: Annotated[bool, flag] = True
+    values: Annotated[bool, FLAG] = False
+    per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "1803.02155"
@@ -294,10 +296,6 @@ class Shaw(RelativeEncoding):
         """`min(r, reach)`, int64 `[...]`."""
         return distance.clamp(max=self.reach)
 
-    def key_vectors(self, learned: LearnedValues) -> Tensor:
-        """`[reach + 1, head_dim]`."""
-        return learned["key_vectors"]
-
-    def value_vectors(self, learned: LearnedValues) -> Tensor | None:
-        """`[reach + 1, value_dim]`, or None without `values`."""
-        return learned.get("value_vectors")
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
+        """Not available: it depends on more than positions."""
+        raise NotImplementedError

@@ -11,18 +11,16 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import (
+from rope_extend.checks import number, whole
+from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
+from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
+from rope_extend.encodings.core.shapes import (
     MAX_FACTOR,
     MAX_LENGTH,
     ZERO_FREQUENCY_DIVISOR,
+    RopeShape,
     check_length,
-    check_number,
-    number,
-    whole,
 )
-from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
-from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
-from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
@@ -44,13 +42,13 @@ def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
     return tuple(
         ZERO_FREQUENCY_DIVISOR
         if value == ZERO_FREQUENCY_DIVISOR
-        else check_number(owner, f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
+        else number(0, MAX_FACTOR, above=True)(owner, f"{field}[{i}]", value)
         for i, value in enumerate(values)
     )
 
 
 @dataclass(frozen=True)
-class LongRoPE(ScaledRope, LengthDependent):
+class LongRoPE(ScaledRope):
     """LongRoPE: every frequency has its own searched divisor, with a second set of divisors for short texts.
 
     A text of exactly the trained length is a short one. The attention factor is the same for both sets, as
@@ -65,7 +63,6 @@ class LongRoPE(ScaledRope, LengthDependent):
         start_tokens: n-hat: positions below this keep plain RoPE's angles.
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
             config.json.
-        per: which length sets the table, `query` or `row`.
     """
 
     long_factor: Annotated[tuple[float, ...], _divisors]
@@ -77,6 +74,7 @@ class LongRoPE(ScaledRope, LengthDependent):
     paper: ClassVar[str] = "2402.13753"
     rope_type: ClassVar[str | None] = "longrope"
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({"attention_scale": "attention_factor"})
+    depends_on_length = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

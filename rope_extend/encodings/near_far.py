@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import check_length
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
@@ -69,8 +68,6 @@ class NearFar(RemapEncoding):
             problem = "has near pairs and a temperature of its own"
         elif isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
             problem = "has other regions than near and distant pairs"
-        elif far.per_row:
-            problem = "uses the length of the whole row, which later tokens change"
         elif far.decay(_ANY_SHAPE) is not None:
             problem = "makes near pairs lose weight too"
         elif far.start_tokens:
@@ -104,10 +101,6 @@ class NearFar(RemapEncoding):
         built = cls.make(given)
         built.check_lengths(shape, target_length)
         return built
-
-    def _nearest(self, trained: int, target: int) -> str:
-        far = self.far.name
-        return f"the method's name alone, such as far={far}, and its parameters follow from the target"
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]

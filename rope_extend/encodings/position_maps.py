@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from rope_extend.checks import FLAG, number
 from rope_extend.encodings.composed import log_n_scale
-from rope_extend.encodings.core.checks import check_length, flag, number
 from rope_extend.encodings.core.remap import NEAR, Bands, Chunks, Region, RemapEncoding, StartAndWindow
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 
 
@@ -35,7 +35,7 @@ class SelfExtend(RemapEncoding):
 
     group: Annotated[int, check_length]
     window: Annotated[int, check_length]
-    log_n: Annotated[bool, flag] = False
+    log_n: Annotated[bool, FLAG] = False
 
     name: ClassVar[str] = "self_extend"
     paper: ClassVar[str] = "2401.01325"
@@ -45,9 +45,6 @@ class SelfExtend(RemapEncoding):
         window = given.get("window", max(1, trained // 4))
         room = max(1.0, 2 * trained / 3 - window)
         return {"window": window, "group": max(2, math.ceil((target - window) / room))}
-
-    def _nearest(self, trained: int, target: int) -> str:
-        return _nearest("group", self.window, trained, target)
 
     @property
     def borders(self) -> Bands:
@@ -83,7 +80,7 @@ class ReRoPE(RemapEncoding):
 
     window: Annotated[int, check_length]
     leak: Annotated[float | None, number(1)] = None
-    log_n: Annotated[bool, flag] = True
+    log_n: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "rerope"
     paper: ClassVar[str] = "Su 2023 (kexue.fm/archives/9708)"
@@ -91,9 +88,6 @@ class ReRoPE(RemapEncoding):
     @classmethod
     def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"window": max(1, trained // 4)}
-
-    def _nearest(self, trained: int, target: int) -> str:
-        return _nearest("leak", self.window, trained, target)
 
     @property
     def borders(self) -> Bands:
@@ -116,13 +110,6 @@ class ReRoPE(RemapEncoding):
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """`max(1, ln(p+1) / ln L)` with `log_n`."""
         return log_n_scale(shape, position_ids) if self.log_n else None
-
-
-def _nearest(field: str, window: int, trained: int, target: int) -> str:
-    """The smallest group or leak that reaches a target with a window."""
-    if window == trained:  # no distance is left for tokens beyond it
-        return f"a window less than the trained one, such as window={max(1, trained // 4)}"
-    return f"{field}={math.ceil((target - window) / (trained - window))} or more"
 
 
 @dataclass(frozen=True)
@@ -160,15 +147,6 @@ class String(RemapEncoding):
         local = given.get("local", min(given.get("shift", trained), max(1, min(128, trained // 16))))
         needed = min(target - trained + local, trained)
         return {"local": local, "shift": max(trained // 3, local, needed)}
-
-    def _nearest(self, trained: int, target: int) -> str:
-        needed, local = target - trained + self.local, self.local
-        if needed <= trained:
-            return f"shift={needed} or more"
-        return (
-            f"at most {2 * trained - local} tokens with local={local}, or self_extend, rerope, jet_long or "
-            "dual_chunk"
-        )
 
     @property
     def borders(self) -> Bands:

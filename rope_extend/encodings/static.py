@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import MAX_DIM, choice, flag, number, whole
+from rope_extend.checks import FLAG, choice, number, or_word, whole
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
-from rope_extend.encodings.core.shapes import RopeShape, critical_range
+from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape, critical_range
 from rope_extend.errors import RopeExtendError
 
 TURNS = number(0, 1e6, above=True)
 """Turns of a channel pair within the trained window, where a ramp between two schedules starts or ends."""
-CRITICAL = whole(1, MAX_DIM, also="theoretical")
+CRITICAL = or_word(whole(1, MAX_DIM), "theoretical")
 """The index of a channel pair, or the theoretical critical pair, see `critical_range`."""
 
 
@@ -201,7 +201,7 @@ class YaRN(ScaledRope):
     beta_fast: Annotated[float, TURNS] = 32.0
     beta_slow: Annotated[float, TURNS] = 1.0
     attention_scale: Annotated[float | None, number(0, 100, above=True)] = None
-    truncate: Annotated[bool, flag] = True
+    truncate: Annotated[bool, FLAG] = True
     mscale: Annotated[float | None, number(0, 100, above=True)] = None
     mscale_all_dim: Annotated[float | None, number(0, 100, above=True)] = None
     ramp: Annotated[str, choice("index", "turns")] = "index"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     StoppingCriteria,
@@ -24,21 +23,20 @@ from transformers import (
 
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
-from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
-from rope_extend.evaluation.candidates import method_encoding
+from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.evaluation_config import AS_IS, ModelConfig
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions, input_device
-from rope_extend.models.loading import one_error, pretrained
+from rope_extend.models.loading import one_error
 from rope_extend.models.view import unwrap
-from rope_extend.patching import current_patch, extend
+from rope_extend.patching import current_patch
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ def generate(
     Returns:
         The new text of each row.
     """
-    lm, patch, device = unwrap(model), current_patch(model), input_device(model)
+    lm, device = unwrap(model), input_device(model)
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     width = max(map(len, rows))
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
@@ -75,11 +73,9 @@ def generate(
     config = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=pad,
         eos_token_id=tokenizer.eos_token_id if ends is None else ends,
-        # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
-        use_cache=not (patch is not None and patch.encoding.per_row),
     )  # fmt: skip
     more: dict[str, Any] = {}
-    if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
+    if bool(mask.all()):  # else padding would have to be hidden from the chunks
         more = {"past_key_values": _filled_cache(model, ids, new_tokens)}
     if write is not None:
         more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -300,25 +296,20 @@ class Subjects:
     """The models that answer a question: a base model, and the same one extended.
 
     Attributes:
-        base: the model whose weights are loaded, a directory or hub id.
-        adapter: the directory of a LoRA adapter with its record; None if there is none.
-        target_length: the window after the extension in tokens; that of `base` if nothing is extended.
-        method: the method that extends `base` without training; None for its own encoding or an adapter.
-        trained_length: the pretrained window in tokens.
+        candidates: the base model, and the adapter or the method that extends it, if any.
+        window: the window after the extension in tokens; that of the base model if nothing is extended.
         tokenizer: where the tokenizer is.
     """
 
-    base: str
-    adapter: str | None
-    target_length: int
-    method: str | None
-    trained_length: int
+    candidates: Candidates
+    window: int
     tokenizer: str
 
     @classmethod
     def of(
         cls,
         name: str,
+        load_options: LoadOptions,
         *,
         base_model: str | None = None,
         target_length: int | None = None,
@@ -329,14 +320,14 @@ class Subjects:
 
         Args:
             name: a run of `finetune` (an adapter with its record), a checkpoint, or a hub id.
+            load_options: how the model is loaded.
             base_model: the adapter's base model; overrides the one in the record.
             target_length: extend a checkpoint without training to this window.
             method: with this method; `yarn` by default.
             trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
 
         Raises:
-            RopeExtendError: no such model, an adapter with a target length, a method or a trained length, a
-                base model without an adapter, or a method without a longer target length.
+            RopeExtendError: no such model, or arguments that do not belong together.
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
@@ -346,12 +337,11 @@ class Subjects:
                 raise RopeExtendError(
                     f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
                 )
-            found = info(name, trained_length=trained_length)
-            if target_length is not None:
-                method = method or "yarn"
-                method_encoding(method, found.shape, target_length)  # refuses what extends nothing
-            window = found.window if target_length is None else target_length
-            return cls(name, None, window, method, found.shape.trained_length, name)
+            methods = (AS_IS,) if target_length is None else (AS_IS, method or "yarn")
+            lengths = None if target_length is None else (target_length,)
+            config = ModelConfig(name, methods=methods, lengths=lengths, trained_length=trained_length)
+            candidates = Candidates.of(config, load_options)
+            return cls(candidates, target_length or candidates.info.window, name)
         if target_length is not None or trained_length is not None:
             given = (
                 f"trained_length={trained_length}" if target_length is None else "target_length= and method="
@@ -365,37 +355,27 @@ class Subjects:
             raise RopeExtendError(
                 f"the record {directory / RECORD_NAME} names no base model; give base_model="
             )
+        config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)
         tokenizer = name if (directory / "tokenizer_config.json").exists() else base
-        return cls(base, name, record.target_length, None, record.shape.trained_length, tokenizer)
+        return cls(Candidates.of(config, load_options), record.target_length, tokenizer)
 
     @property
     def is_extended(self) -> bool:
         """Whether there is a model before and one after."""
-        return self.adapter is not None or self.method is not None
+        return len(self.candidates.encodings) + len(self.candidates.records) > 1
 
-    def load_tokenizer(self) -> Any:
-        """The tokenizer."""
-        return pretrained(AutoTokenizer, self.tokenizer)
-
-    def answerers(self, load_options: LoadOptions, *, before: bool = True) -> Iterator[tuple[str, Any]]:
-        """Load the model once; yield a label and the model as it was, if wanted, and as it is extended.
-
-        Raises:
-            RopeExtendError: the model cannot be loaded or extended.
-        """
-        model = load_options.load(self.base)
-        target = format_length(self.target_length)
+    def answerers(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
+        """Load the model once; yield a label and the model as it was, if wanted, and as it is extended."""
+        candidates, window = self.candidates, format_length(self.window)
+        model = candidates.load_options.load(candidates.name)
         if not self.is_extended:
-            yield f"{self.base}, window {target}", model
+            yield f"{candidates.name}, window {window}", model
             return
         if before:
-            yield f"before: {self.base}, trained on {format_length(self.trained_length)}", model
-        if self.adapter is not None:
-            tuned = load_adapter(model, self.adapter).eval()
-            patch = current_patch(tuned)
+            yield f"before: {candidates.name}, trained on {format_length(candidates.trained_length)}", model
+        adapter, method = next(iter(candidates.records), None), [*candidates.encodings][-1]
+        with candidates.prepared(model, None if adapter else method, adapter) as extended:
+            patch = current_patch(extended)
             encoding = patch.encoding if patch else "its own encoding"
-            yield f"after: {self.adapter}, {encoding}, window {target}", tuned
-            return
-        assert self.method is not None
-        with extend(model, self.target_length, self.method, trained_length=self.trained_length) as patch:
-            yield f"after: {patch.encoding} without training, window {target}", model
+            how = f"{adapter}, {encoding}" if adapter else f"{encoding} without training"
+            yield f"after: {how}, window {window}", extended

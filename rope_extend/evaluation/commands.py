@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from rope_extend.config import field_hints
+from rope_extend.checks import field_hints
 from rope_extend.evaluation.evaluation_config import ModelConfig
 from rope_extend.evaluation.labels import from_here, public_names
 from rope_extend.report.tables import Code

@@ -29,23 +29,18 @@ def documents_from(
     Raises:
         RopeExtendError: a value of another type or shape, or a string without a tokenizer.
     """
-    if isinstance(documents, torch.Tensor | np.ndarray) and documents.ndim == 2:
-        documents = list(documents)  # a batch
-    if _is_one(documents):
-        return [_document(documents, "document", tokenizer)]
-    if not isinstance(documents, Iterable) or isinstance(documents, Mapping):
-        raise RopeExtendError(_problem(documents))
-    return [_document(value, f"document {n}", tokenizer) for n, value in enumerate(documents)]
+    several: Any = documents
+    if isinstance(documents, torch.Tensor | np.ndarray):
+        several = documents if documents.ndim == 2 else [documents]  # a batch, or one
+    elif isinstance(documents, Document | Mapping | str) or not isinstance(documents, Iterable):
+        several = [documents]
+    elif isinstance(documents, Sequence) and documents:
+        several = [documents] if all(isinstance(item, Integral) for item in documents) else documents
+    return [_document(each, number, tokenizer) for number, each in enumerate(several)]
 
 
-def _is_one(value: Any) -> bool:
-    """Whether the value is one document, and not an iterable of documents."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return bool(value) and all(isinstance(item, Integral) for item in value)
-    return isinstance(value, Document | torch.Tensor | np.ndarray | str)
-
-
-def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
+def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
+    name = f"document {number}"
     if isinstance(value, Document):
         return value
     if isinstance(value, str):
@@ -54,12 +49,12 @@ def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
                 f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
             )
         value = tokenizer(value, verbose=False)["input_ids"]
-    if isinstance(value, Sequence) and not all(isinstance(item, Integral) for item in value):
-        raise RopeExtendError(f"{name}: {_problem(value)}")
-    if not isinstance(value, torch.Tensor | np.ndarray | Sequence):
-        raise RopeExtendError(f"{name}: {_problem(value)}")
-    if isinstance(value, bytes | bytearray):  # a sequence of whole numbers, but not of token ids
-        raise RopeExtendError(f"{name}: {_problem(value)}")
+    if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
+        hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
+        raise RopeExtendError(
+            f"{name}: documents must be a Document, a 1-D tensor or list of token ids, a string with "
+            f"tokenizer=, or a list of these; got {type(value).__name__}{hint}"
+        )
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -72,11 +67,3 @@ def _document(value: Any, name: str, tokenizer: Any | None) -> Document:
             f"{tuple(ids.shape)}; pass a batch as a list of its rows"
         )
     return Document(name, ids.detach().to("cpu", torch.int64))
-
-
-def _problem(value: Any) -> str:
-    hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
-    return (
-        "documents must be a Document, a 1-D tensor or list of token ids, a string with tokenizer=, or a "
-        f"list of these; got {type(value).__name__}{hint}"
-    )

@@ -6,14 +6,14 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from rope_extend.checks import FLAG, Kind, choice, or_word, require
 from rope_extend.config import (
     AUTO,
     COUNT,
     DURATION,
-    FLAG,
     LENGTH,
     LENGTHS,
     MODEL,
@@ -22,12 +22,8 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    Kind,
-    choice,
     items,
-    optional,
     or_auto,
-    require,
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, PromptOptions, depths_from
@@ -81,10 +77,10 @@ def _chat(value: Any) -> str:
 
 
 _NAMES = Kind("a list of names or paths", _names, plain=True)
-_REPEATED_SOURCES = optional(SOURCES._replace(repeated=True))
-_MEMORY = optional(Kind("a size with its unit, such as 24GB", memory_size, plain=True))
-_DEVICE_MAP = optional(
-    Kind(f"one of {', '.join(DEVICE_MAPS)}, or a device for each module by name", _device_map, plain=True)
+_REPEATED_SOURCES = replace(SOURCES, repeated=True)
+_MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
+_DEVICE_MAP = Kind(
+    f"one of {', '.join(DEVICE_MAPS)}, or a device for each module by name", _device_map, plain=True
 )
 DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
@@ -161,7 +157,7 @@ class ModelConfig(Config):
     ] = None
     lengths: Annotated[
         tuple[int, ...] | None,
-        optional(LENGTHS),
+        LENGTHS,
         "lengths in tokens, such as 4k,8k,32k (default: the trained window and its doublings up to 8x)",
     ] = None
     data: Annotated[
@@ -169,16 +165,16 @@ class ModelConfig(Config):
         _REPEATED_SOURCES,
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
-    output: Annotated[str | None, optional(PATH), "directory of the report"] = None
+    output: Annotated[str | None, PATH, "directory of the report"] = None
     trained_length: Annotated[
-        int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
+        int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
     ] = None
     max_documents: Annotated[
-        int | None, optional(POSITIVE_COUNT), "number of documents to use; null uses all"
+        int | None, or_word(POSITIVE_COUNT, None), "number of documents to use; null uses all"
     ] = 16
     text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
-    device: Annotated[str | None, optional(TEXT), "device, such as cuda:1 (default: the GPU, if any)"] = None
+    device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
     device_map: Annotated[
         str | dict[str, Any] | None,
         _DEVICE_MAP,
@@ -187,14 +183,12 @@ class ModelConfig(Config):
     ] = None
     dtype: Annotated[
         str | None,
-        optional(choice(*DTYPES)),
+        choice(*DTYPES),
         "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
     ] = None
-    attention: Annotated[
-        str | None, optional(choice(*ATTENTION)), "attention implementation (default: sdpa)"
-    ] = None
+    attention: Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"] = None
     quantize: Annotated[
-        str | None, optional(choice(*QUANTIZED)), "quantization of the weights on load, by bitsandbytes"
+        str | None, choice(*QUANTIZED), "quantization of the weights on load, by bitsandbytes"
     ] = None
     limit_memory: Annotated[
         int | None, _MEMORY, "upper limit of the memory used on a device, such as 20GB"
@@ -202,7 +196,7 @@ class ModelConfig(Config):
 
     budget: Annotated[
         float | None,
-        optional(DURATION),
+        DURATION,
         "time to stop after, such as 2h; what was not measured by then is listed, and the same command "
         "with --resume measures it",
     ] = None
@@ -283,19 +277,17 @@ class EvaluationConfig(ModelConfig):
     """
 
     protocol: Annotated[str, TEXT, "how perplexity is measured, see below"] = "prefix"
-    window: Annotated[int | None, optional(LENGTH), "tokens of context, for the protocol cropped"] = None
+    window: Annotated[int | None, LENGTH, "tokens of context, for the protocol cropped"] = None
     stride: Annotated[
-        int | None, optional(LENGTH), "tokens between the starts of windows, for protocols with a stride"
+        int | None, LENGTH, "tokens between the starts of windows, for protocols with a stride"
     ] = None
-    last: Annotated[int | None, optional(LENGTH), "scored tokens per document, for the protocol last-k"] = (
-        None
-    )
+    last: Annotated[int | None, LENGTH, "scored tokens per document, for the protocol last-k"] = None
     max_tokens: Annotated[
-        int | None, optional(LENGTH), "tokens to use of each document, for protocols that use whole documents"
+        int | None, LENGTH, "tokens to use of each document, for protocols that use whole documents"
     ] = None
     chunk: Annotated[
         int | None,
-        optional(LENGTH),
+        LENGTH,
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
@@ -311,7 +303,7 @@ class EvaluationConfig(ModelConfig):
     ] = AUTO
     retrieval_lengths: Annotated[
         tuple[int, ...] | None,
-        optional(LENGTHS),
+        LENGTHS,
         "lengths of passkeys in addition to the trained window, at most the longest of the lengths (default: "
         "none)",
     ] = None
@@ -380,7 +372,7 @@ class PromptConfig(ModelConfig):
     ] = "auto"
     template: Annotated[
         str | None,
-        optional(choice(*TEMPLATES)),
+        choice(*TEMPLATES),
         "form of the passkey task (default: published; demo for the bundled model)",
     ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
@@ -444,11 +436,11 @@ class StudyConfig(PromptConfig):
     """
 
     target_length: Annotated[
-        int | None, optional(LENGTH), "the window to reach, in tokens; every method extends the model to it"
+        int | None, LENGTH, "the window to reach, in tokens; every method extends the model to it"
     ] = None
     max_documents: Annotated[int, POSITIVE_COUNT, "number of documents; none is a success below 5"] = 8
     task_lengths: Annotated[
-        tuple[int, ...] | None, optional(LENGTHS), "lengths of the tasks (default: target_length)"
+        tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
     cropped: Annotated[

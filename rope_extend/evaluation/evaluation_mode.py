@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from rope_extend.errors import RopeExtendError
-from rope_extend.models.load_options import input_device, is_spread
+from rope_extend.models.load_options import input_device
 from rope_extend.models.view import unwrap
 
 _LORA_MATRICES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -37,37 +36,24 @@ def cast_adapter(model: Any) -> Any:
 
 
 @contextmanager
-def evaluation_mode(model: Any, device: torch.device | str | None = None) -> Iterator[torch.device]:
-    """Put a model into evaluation mode on a device. Afterwards each module has its old mode and device.
+def evaluation_mode(model: Any) -> Iterator[torch.device]:
+    """Put a model into evaluation mode. Afterwards each module has its old mode.
 
     Also resets the peak of CUDA's memory statistics.
 
     Args:
         model: a module.
-        device: the device; the model's own by default.
 
     Yields:
         The device where token ids go.
-
-    Raises:
-        RopeExtendError: the model is spread over devices and cannot be moved.
     """
     modes = {module: module.training for module in model.modules()}
-    home = input_device(model)
-    target = home if device is None else torch.device(device)
-    if target != home and is_spread(model):
-        raise RopeExtendError(
-            f"this model is spread over devices and cannot be moved to {target}; leave device out"
-        )
+    device = input_device(model)
     try:
         model.eval()
-        if target != home:
-            model.to(target)
-        if target.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(target)
-        yield target
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        yield device
     finally:
         for module, training in modes.items():
             module.training = training
-        if target != home:
-            model.to(home)

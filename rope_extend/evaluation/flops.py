@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rope_extend.attention.causal_suffix import flash_serves, suffix_attention
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
-from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META, dry_run_attention
 from rope_extend.models.view import layer_config, unwrap
 
 
@@ -54,13 +54,10 @@ class Rates(NamedTuple):
     Attributes:
         linear: of matrix products.
         attention: of causal attention over a whole window.
-        chunked: of attention of a chunk to itself and to all earlier tokens, without a mask. cuDNN, which may
-            compute whole windows on a GPU, computes neither chunks nor segments with tables of their own.
     """
 
     linear: float
     attention: float
-    chunked: float
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -80,7 +77,7 @@ def operations_of(model: nn.Module) -> Operations:
         layers.clear()
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
         computer = LossComputer(model, META, RunOptions(chunk=tokens))
-        with MetaBytes(), FlopCounterMode(display=False) as counter:
+        with LiveBytes(), FlopCounterMode(display=False) as counter:
             computer.losses(ids, ids[:, 1:], 1, tokens)
         return counter.get_total_flops()
 
@@ -126,12 +123,4 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
     attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
     with torch.no_grad():
         products, whole = seconds(lambda: states @ matrix), seconds(attend)
-    linear = 8.0 * rows * width**2 / products
-    attention = chunked = 4.0 * heads * head * _pairs(tokens, None) / whole
-    if device.type == "cuda" and flash_serves(query, query, query):
-        part = 1 << tokens.bit_length() - 1  # a power of two, so that few shapes occur
-        key = torch.randn(1, heads, 5 * part, head, device=device, dtype=dtype)
-        attend = partial(suffix_attention, query[:, :, :part], key, key, head**-0.5)
-        with torch.no_grad():
-            chunked = 4.0 * heads * head * (4 * part**2 + _pairs(part, None)) / seconds(attend)
-    return Rates(linear, attention, chunked)
+    return Rates(8.0 * rows * width**2 / products, 4.0 * heads * head * _pairs(tokens, None) / whole)

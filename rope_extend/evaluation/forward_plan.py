@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from rope_extend.checkpoint.peft_models import remove_adapter
-from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
+from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
@@ -27,7 +27,8 @@ from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, defau
 from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
-from rope_extend.memory.meta_device import META, MetaBytes, quiet_patching, try_estimate
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META, quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, Need, counter_of, dry_run, longest, table
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.patching import patch_model
@@ -49,13 +50,11 @@ class Window(Need):
         length: length of the window in tokens.
         chunk_size: tokens that are processed at a time.
         strategy: "in one pass", "layer by layer" or "with a cache".
-        flops: floating-point operations for a document; attention counts only the unmasked pairs.
     """
 
     length: int
     chunk_size: int
     strategy: str
-    flops: float = 0.0
 
     @property
     def description(self) -> str:
@@ -151,43 +150,34 @@ def plan_forward(
     sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
     weights = weight_bytes(model, lm, load_options)
-    setups: dict[Any, Setup] = {}  # one of each kind: others need the same memory
-    for encoding in encodings:
-        setups.setdefault(_memory_class(encoding), partial(_changed, lm, encoding, None, trained_length))
-    for adapter, encoding in adapters:
+    changes: list[tuple[Encoding | None, Any]] = [(encoding, None) for encoding in encodings]
+    if adapters:
         from peft import PeftConfig
 
-        config = PeftConfig.from_pretrained(str(adapter))
-        kind = (*_memory_class(encoding), repr(config))
-        setups.setdefault(kind, partial(_changed, lm, encoding, config, trained_length))
+        changes += [(encoding, PeftConfig.from_pretrained(str(adapter))) for adapter, encoding in adapters]
+    setups = {  # one of each kind: others need the same memory
+        (*_memory_class(encoding), repr(config)): partial(_changed, lm, encoding, config, trained_length)
+        for encoding, config in changes
+    }
+    batch_tokens = default_batch_tokens(load_options.torch_device) if batched else 1
 
     def estimate() -> ForwardPlan:
+        budget = Budget.of(load_options)
         estimator = ForwardEstimator(
-            lm,
-            Budget.of(load_options),
-            weights=weights,
-            batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
-            setups=list(setups.values()),
+            lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
-        used = (*encodings, *(encoding for _, encoding in adapters))
-        return _plan(estimator, sizes, chunk, slower=any(map(_is_chunked, used)))
+        return _plan(estimator, sizes, chunk)
 
     return try_estimate(estimate, lm, "a forward")
 
 
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
-    """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
+    """Equal for encodings that need the same memory."""
     if encoding is None:
-        return False, False
+        return (False,)
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
-        return encoding.rotates_in_attention, encoding.per_row
+        return (encoding.rotates_in_attention,)
     return type(encoding), encoding.depends_on_length
-
-
-def _is_chunked(encoding: Encoding | None) -> bool:
-    """Whether attention is computed as that of chunks: queries have tables of their own, or a bias a mask."""
-    rotates = isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
-    return rotates or isinstance(encoding, BiasEncoding)
 
 
 @contextmanager
@@ -207,18 +197,13 @@ def _changed(
         yield
 
 
-def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, slower: bool = False
-) -> ForwardPlan:
-    """The plan; `slower` if attention over whole windows is not faster than that of chunks."""
+def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.budget.device)
     windows = []
     for tokens in lengths:
-        window = estimator.estimate(tokens, chunk)
-        rate = rates.chunked if slower or window.chunk_size < tokens else rates.attention
-        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rate
-        windows.append(replace(window, flops=operations.of(tokens), seconds=seconds))
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
+        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds))
     longest_fit = None
     if not estimator.budget.fits(windows[-1]):
         longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
@@ -269,7 +254,7 @@ class ForwardEstimator:
 
     def longest_fit(self, tokens: int, size: int = SMALLEST_CHUNK) -> int:
         """The longest window that fits, shorter than `tokens`, which does not."""
-        return longest(lambda length: self.budget.share(self.window(length, size)), tokens, SMALLEST_CHUNK)
+        return longest(lambda length: self.budget.fits(self.window(length, size)), tokens, SMALLEST_CHUNK)
 
     def window(self, tokens: int, size: int) -> Window:
         """A window in chunks of `size`, with the setup that needs most memory."""
@@ -286,9 +271,9 @@ class ForwardEstimator:
             shortened = _ShortenedForward(self.model, META)
             if number in self._strategies:
                 shortened.strategy = self._strategies[number]
-            options = RunOptions(suggested_chunk=size, chunk_bytes=default_chunk_bytes(device))
-            computer = LossComputer(self.model, META, options, shortened)
-            with MetaBytes(), torch.no_grad():
+            computer = LossComputer(self.model, META, RunOptions(size), shortened)
+            computer.chunk_bytes = default_chunk_bytes(device)
+            with LiveBytes(), torch.no_grad():
                 chunks = size < tokens and computer.can_chunk(tokens, size)
                 strategy = shortened.strategy if chunks else IN_ONE_PASS
             if size < tokens:
@@ -334,20 +319,14 @@ class _ShortenedForward(ChunkedForward):
         if states is None or chunk.shape != states.shape[:2]:
             return super()._decode(chunk, cache)
         for layer in {id(layer): layer for layer in cache.layers}.values():
-            if getattr(layer, "is_initialized", False) and hasattr(layer, "keys"):
-                _advance(layer, chunk.shape[1])
+            if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
+                stop = layer.keys.shape[-2] + chunk.shape[1]
+                layer.keys, layer.values = (buffer[..., :stop, :] for buffer in layer.buffers)
+            elif isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                layer.cumulative_length += chunk.shape[1]
+                kept = min(layer.cumulative_length, layer.sliding_window - 1)
+                layer.keys, layer.values = (
+                    each.new_empty(*each.shape[:-2], kept, each.shape[-1])
+                    for each in (layer.keys, layer.values)
+                )
         return states
-
-
-def _advance(layer: Any, tokens: int) -> None:
-    """Advance a cache layer by `tokens`, without values."""
-    if isinstance(layer, PreallocatedLayer):
-        stop = layer.keys.shape[-2] + tokens
-        layer.keys, layer.values = (buffer[..., :stop, :] for buffer in layer.buffers)
-    elif isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length += tokens
-        kept = min(layer.cumulative_length, layer.sliding_window - 1)
-        layer.keys, layer.values = (
-            states.new_empty(*states.shape[:-2], kept, states.shape[-1])
-            for states in (layer.keys, layer.values)
-        )

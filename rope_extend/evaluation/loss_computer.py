@@ -24,37 +24,29 @@ from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 6
-"""How many times the chunk size is halved when memory runs out."""
+RETRIES = 12
+"""How many times the batch or the chunk size is halved when memory runs out."""
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    """Default number of tokens in a batch of short windows."""
+    """Number of tokens in a batch of short windows."""
     return 4096 if device.type == "cpu" else 32_768
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how a measurement runs. The result does not depend on it, except for rounding.
+    """How a measurement runs. The result does not depend on it, except for rounding.
 
     Attributes:
-        device: device to run on; the model is moved back afterwards. The model's own device by default.
         chunk: tokens of a window that are processed at a time, such as 4096 or `"4k"`. Then activations do
             not grow with the window. Only hidden states and the keys and values of one layer do, or those of
-            all layers for families whose layers cannot run one by one. Default: automatic above 131,072
-            tokens, if attention would need a mask of the whole window, or if memory runs out.
-        suggested_chunk: as `chunk`, but models and encodings that cannot do it process windows whole.
-        chunk_bytes: bytes of float32 logits that are computed at a time; by default 256 MiB, and 64 MiB on a
-            CPU.
-        batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
+            all layers for families whose layers cannot run one by one. Models and encodings that give other
+            results in chunks process windows whole. Default: automatic above 131,072 tokens, if attention
+            would need a mask of the whole window, or if memory runs out.
         bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
     """
 
-    device: torch.device | str | None = None
     chunk: int | str | None = None
-    suggested_chunk: int | None = None
-    chunk_bytes: int | None = None
-    batch_tokens: int | None = None
     bar: Any = None
 
 
@@ -80,10 +72,8 @@ class LossComputer:
         head = causal_lm(model).get_output_embeddings()
         self.vocabulary: int = getattr(head, "out_features", head.weight.shape[0])
         self.chunked = chunked or ChunkedForward(model, device)
-        self.chunk_bytes = options.chunk_bytes or default_chunk_bytes(device)
-        self.chunk_required = options.chunk is not None
-        self.chunk = options.suggested_chunk if options.chunk is None else parse_length(options.chunk)
-        self.batch_tokens = options.batch_tokens or default_batch_tokens(device)
+        self.chunk = None if options.chunk is None else parse_length(options.chunk)
+        self.chunk_bytes, self.batch_tokens = default_chunk_bytes(device), default_batch_tokens(device)
         self.retries = 0
         self._chunkable: dict[tuple[int, int], bool] = {}
 
@@ -122,21 +112,20 @@ class LossComputer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         longest, batch = max(sizes), min(self.batch_tokens, sum(sizes))
-        if batch >= 2 * longest:
-            self.batch_tokens = batch // 2
-            logger.warning("out of memory on %r: retrying with half as many windows per batch", name)
-            return
         chunk = min(self.chunk or self.chunked.default_chunk(longest), longest)
         self.retries += 1
-        if self.retries > RETRIES:
+        if self.retries > RETRIES or chunk == 1:
             whole = "and the model cannot process it in chunks"
             limit = whole if False in self._chunkable.values() else f"even in chunks of {chunk} tokens"
             raise RopeExtendError(
                 f"out of memory on {name!r}, {limit} ({message}); use shorter lengths, a smaller dtype or "
                 "another device"
             )
-        self.chunk_bytes = max(1, self.chunk_bytes // 2)
-        self.chunk, self.chunk_required = max(1, chunk // 2), False
+        if batch >= 2 * longest:
+            self.batch_tokens = batch // 2
+            logger.warning("out of memory on %r: retrying with half as many windows per batch", name)
+            return
+        self.chunk_bytes, self.chunk = max(1, self.chunk_bytes // 2), chunk // 2
         logger.warning("out of memory on %r: retrying in chunks of %d tokens", name, self.chunk)
 
     def _windows(self, ids: torch.Tensor, windows: Sequence[Window], bos: int | None) -> Losses:
@@ -181,6 +170,9 @@ class LossComputer:
 
     def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, `[B, t, D]` for each chunk."""
+        for module in self.model.modules():  # stock `dynamic` keeps the table of the longest text so far
+            for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
         tokens = inputs.shape[1]
         size = self.chunk or self.chunked.default_chunk(tokens)
         if size >= tokens or not self.can_chunk(tokens, size):
@@ -189,24 +181,12 @@ class LossComputer:
             yield from self.chunked.in_chunks(inputs, size)
 
     def can_chunk(self, tokens: int, size: int) -> bool:
-        """Whether chunks of `size` tokens with a cache give the same states as one forward.
-
-        Raises:
-            RopeExtendError: they do not, and the user asked for this chunk size.
-        """
-        if self.chunk_required and self.chunked.strategy is None:
-            raise RopeExtendError(
-                f"{self.chunked.config.model_type} gives other results in chunks than in one forward; "
-                "measure it without chunk"
-            )
+        """Whether chunks of `size` tokens with a cache give the same states as one forward."""
         key = tokens, size
         if key not in self._chunkable:
             self._chunkable[key] = self.chunked.strategy is not None and self._has_one_table(tokens, size)
-        if self.chunk_required and not self._chunkable[key]:
-            raise RopeExtendError(
-                f"this model's position tables change between {size} and {tokens} tokens, so cached keys "
-                "would be wrong; measure it without chunk, or with an encoding that is exact per query"
-            )
+            if not self._chunkable[key]:
+                logger.info("windows of %d tokens are processed whole: chunks give other results", tokens)
         return self._chunkable[key]
 
     def _has_one_table(self, tokens: int, size: int) -> bool:

@@ -144,7 +144,7 @@ class Measurement:
         config, rule, wanted = self.config, self.rule, self.wanted
         if config.data is None:
             return []
-        least = self.lengths[-1] + rule.extra_tokens if wanted.documents and not rule.joined else 0
+        least = self.lengths[-1] + rule.extra_tokens if wanted.documents else 0
         cut = self.lengths[-1] if rule.nested else wanted.max_tokens
         connected = processes(self.candidates.load_options.torch_device)
         # The other processes use the tokens that the main process has cached.
@@ -157,7 +157,7 @@ class Measurement:
                 min_tokens=least,
                 max_documents=config.max_documents,
                 max_tokens=cut,
-                distinct=wanted.documents and not rule.joined,
+                distinct=wanted.documents,
             )
 
     def _write_prompts(self) -> None:
@@ -246,15 +246,14 @@ class Measurement:
     def _document_cells(self) -> Iterator[Cell]:
         if not self.wanted.documents or not self.documents:
             return
-        texts = [self.documents] if self.rule.joined else [[each] for each in self.documents]
         for row in (row for row in self.rows if not row.within):
             shared = {**self._row_identity(row), "protocol": self.rule.name, **self.settings}
             shared |= {"lengths": self.lengths, "window of context": row.crop}
             shared |= {"losses": True} if self.wanted.save_losses else {}
-            for number, documents in enumerate(texts):
-                windows = self._windows(row, sum(map(len, documents)))
+            for number, document in enumerate(self.documents):
+                windows = self._windows(row, len(document))
                 work = sum(map(self._seconds, windows))
-                identity = {**shared, "data": fingerprint(documents)}
+                identity = {**shared, "data": fingerprint([document])}
                 yield Cell(PERPLEXITY, row, number, number, work, sum(windows), identity)
 
     def _prompt_cells(self) -> Iterator[Cell]:

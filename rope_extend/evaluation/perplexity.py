@@ -61,7 +61,7 @@ def perplexity(
     tables depend on the length gets one forward for each group of lengths with equal tables. `cropped` is its
     control: the same targets, but the model sees `window` tokens at a time, in windows that start
     `window // 2` apart. The others are those of published programs: `sliding`,
-    `sliding-window-mean`, `all-overlapping`, `last-k`, `disjoint` and `disjoint-second-half`, on the page
+    `sliding-window-mean`, `last-k`, `disjoint` and `disjoint-second-half`, on the page
     docs/measuring.md.
 
     Args:
@@ -73,13 +73,13 @@ def perplexity(
         protocol: name of the protocol, see above.
         save_losses: keep the loss of every token in `result.losses`.
         progress: show a progress bar, on terminals only.
-        options: where and how the measurement runs.
+        options: how the measurement runs.
         settings: `window=`, for `cropped`: tokens of context. `stride=`, for protocols that have one: tokens
             between the starts of windows. `last=`, for `last-k`: number of targets.
 
     Raises:
         RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
-            little memory for the smallest chunks, or a `chunk` for an encoding that does not support a cache.
+            little memory for the smallest chunks.
     """
     if not isinstance(model, torch.nn.Module):
         raise RopeExtendError(
@@ -107,7 +107,7 @@ def perplexity(
                 logger, shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
             )
             options = replace(options, bar=stack.enter_context(bar))
-        device = stack.enter_context(evaluation_mode(model, options.device))
+        device = stack.enter_context(evaluation_mode(model))
         # Not inference_mode: tensors that a model caches in it cannot be used in training later.
         stack.enter_context(torch.no_grad())
         computer = LossComputer(model, device, options)
@@ -130,8 +130,8 @@ def perplexity(
         nll_by_position=nll_by_position,
         protocol=protocol,
         window=tokens.get("window"),
-        documents=len(candidates) if rule.joined else len(texts),
-        dropped_documents=0 if rule.joined else len(candidates) - len(texts),
+        documents=len(texts),
+        dropped_documents=len(candidates) - len(texts),
         data=fingerprint(texts),
         passes=len(groups),
         forward_tokens=forward_tokens,
@@ -216,8 +216,6 @@ def _texts(rule: Protocol, documents: Sequence[Document], length: int) -> list[D
     """The texts of a protocol: the documents that are long enough, cut to the length for nested protocols."""
     if not documents:
         raise RopeExtendError("no documents to measure perplexity on; give at least one")
-    if rule.joined:
-        return [Document("all documents", torch.cat([document.input_ids for document in documents]))]
     least = length + rule.extra_tokens
     texts = [document for document in documents if len(document) >= least]
     if not texts:

@@ -11,6 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import Any, ClassVar
 
 from rope_extend.errors import RopeExtendError
@@ -71,12 +72,11 @@ class Draft:
 
     Attributes:
         opening: text before the context.
-        context: returns the context of a given size, in characters of filler or in words of a list.
+        context: returns the context with a given number of characters of filler.
         question: text after the context.
         lead: beginning of the answer, which the model continues.
         answers: the expected answers.
         needle: the part of the context at the depth; None for tasks without a depth.
-        words: whether sizes count words instead of characters.
     """
 
     opening: str
@@ -85,7 +85,6 @@ class Draft:
     lead: str
     answers: tuple[str, ...]
     needle: str | None = None
-    words: bool = False
 
     def request(self, size: int, dots: int = 0) -> str:
         """The prompt without the lead; `dots` is the number of meaningless tokens after the context."""
@@ -155,7 +154,6 @@ class Task(ABC):
     new_tokens: int = 32
 
     name: ClassVar[str]
-    paper: ClassVar[str]
     has_depth: ClassVar[bool] = True
     """Whether the prompt has a needle at a depth."""
 
@@ -274,7 +272,7 @@ def make_prompt(
             f"the task {task.name} needs about {minimum + task.new_tokens} tokens ({minimum} of prompt, "
             f"{task.new_tokens} for the answer), got a length of {length}; use longer lengths"
         )
-    text = _fit(write, count, prompt_tokens, coarse=draft.words)
+    text = _fit(write, count, prompt_tokens)
     if text is None:
         raise RopeExtendError(
             f"the task {task.name} could not be written in exactly {prompt_tokens} tokens of this tokenizer; "
@@ -286,15 +284,10 @@ def make_prompt(
     return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, distance, use_chat)
 
 
-def _fit(
-    write: Callable[[int, int], str], count: Callable[[str], int], target: int, *, coarse: bool
-) -> str | None:
-    """The text of exactly `target` tokens, by secant steps on its size. Dots fill the remaining tokens.
-
-    A size in characters nearly always reaches the exact number; a `coarse` size in words seldom does.
-    """
+def _fit(write: Callable[[int, int], str], count: Callable[[str], int], target: int) -> str | None:
+    """The text of exactly `target` tokens, by secant steps on its size; if need be, dots fill the rest."""
     sizes: dict[int, int] = {}
-    size, rate = 0, 0.05 if coarse else 1.0
+    size, rate = 0, 1.0
     while size not in sizes and len(sizes) < 24:
         text = write(size, 0)
         sizes[size] = count(text)
@@ -306,14 +299,6 @@ def _fit(
         size = max(0, size + (round(gap * rate) or (1 if gap > 0 else -1)))
     best = max(size for size, tokens in sizes.items() if tokens <= target)
     near = sorted(range(max(0, best - 16), best + 17), key=lambda size: abs(size - best))
-    for size in () if coarse else near:
-        text = write(size, 0)
-        if count(text) == target:
-            return text
-    for size in near:
-        gap = target - count(write(size, 0))
-        for dots in range(gap, 0, -1):
-            text = write(size, dots)
-            if count(text) == target:
-                return text
-    return None
+    texts = (write(size, 0) for size in near)
+    dotted = (write(size, dots) for size in near for dots in range(target - count(write(size, 0)), 0, -1))
+    return next((text for text in chain(texts, dotted) if count(text) == target), None)

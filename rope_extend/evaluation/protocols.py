@@ -8,10 +8,11 @@ out the windows of a text, and add an entry to `PROTOCOLS`.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, SupportsIndex, TypedDict
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypedDict
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import parse_length, parse_lengths
@@ -82,7 +83,6 @@ class Protocol:
         average: over scored `"token"`s, or over `"window"`s, each with the mean loss of its tokens.
         nested: whether the windows for N are those for a longer length without the targets from N on. Then
             one pass gives all lengths, and positions count from the start of the document, not of the window.
-        joined: whether all documents are processed as one text.
         bos: whether each window begins with the BOS token instead of its own first token, if the documents
             begin with it.
         extra_tokens: tokens beyond N that a document needs.
@@ -98,7 +98,6 @@ class Protocol:
     settings: Mapping[str, int | None] = field(default_factory=dict)
     average: Literal["token", "window"] = "token"
     nested: bool = False
-    joined: bool = False
     bos: bool = False
     extra_tokens: int = 0
     same_targets: bool = False
@@ -131,12 +130,13 @@ class Protocol:
             RopeExtendError: a setting that the protocol does not have, a required one that is missing, or a
                 value out of range.
         """
-        values = {name: value for name, value in settings.items() if value is not None}
-        for name, value in values.items():
-            if name not in self.settings:
-                others = [other.name for other in PROTOCOLS.values() if name in other.settings]
-                hint = f"leave it out, or use one of {', '.join(others)}" if others else "leave it out"
-                raise RopeExtendError(f"protocol {self.name!r} takes no {name}; got {value!r}; {hint}")
+        values: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+        for name in values.keys() - self.settings.keys():
+            others = [other.name for other in PROTOCOLS.values() if name in other.settings]
+            raise RopeExtendError(
+                f"protocol {self.name!r} takes no {name}; got {values[name]!r}; leave it out, or use one of "
+                f"{', '.join(others)}"
+            )
         tokens = {}
         for name, default in self.settings.items():
             value = values.get(name, default)
@@ -144,18 +144,11 @@ class Protocol:
                 raise RopeExtendError(
                     f"protocol {self.name!r} needs a {name}, the number of tokens of context, such as 4k"
                 )
-            assert isinstance(value, int | str)
             tokens[name] = parse_length(value)
-            if name == "window" and tokens[name] < 2:
-                raise RopeExtendError(
-                    f"protocol {self.name!r}: window must be at least 2 tokens, a context and a target; "
-                    f"got {tokens[name]}"
-                )
-            if name != "window" and lengths and tokens[name] > min(lengths):
-                raise RopeExtendError(
-                    f"protocol {self.name!r}: {name}={tokens[name]} exceeds the length {min(lengths)}; use a "
-                    f"{name} of at most {min(lengths)}, or longer lengths"
-                )
+            low, high = (2, math.inf) if name == "window" else (1, min(lengths, default=math.inf))
+            if not low <= tokens[name] <= high:
+                limit = "at least 2 tokens" if name == "window" else f"at most {high}, the shortest length"
+                raise RopeExtendError(f"protocol {self.name!r}: {name} must be {limit}; got {tokens[name]}")
         return tokens
 
 
@@ -193,27 +186,6 @@ def _strided(tokens: int, length: int, stride: int) -> list[Window]:
     return [window for window in windows if window.first < window.end]
 
 
-def _prefix(tokens: int, length: int, settings: Settings) -> list[Window]:
-    return [Window(0, length, 1, length)]
-
-
-def _cropped(tokens: int, length: int, settings: Settings) -> list[Window]:
-    return _strided(length, settings["window"], settings["window"] // 2)
-
-
-def _sliding(tokens: int, length: int, settings: Settings) -> list[Window]:
-    return _strided(tokens, length, settings["stride"])
-
-
-def _all_overlapping(tokens: int, length: int, settings: Settings) -> list[Window]:
-    starts = range(0, tokens - length, settings["stride"])[:-1]  # without the last one, as in LongLoRA
-    return [Window(start, start + length, start + 1, start + length) for start in starts]
-
-
-def _last(tokens: int, length: int, settings: Settings) -> list[Window]:
-    return [Window(tokens - 1 - length, tokens - 1, tokens - settings["last"], tokens)]
-
-
 def _disjoint(tokens: int, length: int, settings: Settings) -> list[Window]:
     ends = [*range(length + 1, tokens, length), tokens]
     # The last window overlaps the one before it, so that it is full.
@@ -233,7 +205,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "All targets among the first N tokens of each document, in one forward: truncation to N.",
             "Targets early in the document have little context at any N, so the gain at N is an average.",
             "rope_extend",
-            _prefix,
+            lambda tokens, length, _: [Window(0, length, 1, length)],
             nested=True,
         ),
         Protocol(
@@ -241,7 +213,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "The targets of prefix, but the model sees only `window` tokens at a time, half of them new.",
             "A control, not a result: how well a model without a longer context does on the same text.",
             "rope_extend",
-            _cropped,
+            lambda tokens, length, given: _strided(length, given["window"], given["window"] // 2),
             {"window": None},
             nested=True,
             bos=True,  # a model that needs it must not handicap the control
@@ -251,7 +223,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "All targets of whole documents, in windows of N that each add `stride` targets with context.",
             "Costs N / stride passes over the text, and the first window's targets have less context.",
             "Press et al. 2012.15832; Position Interpolation 2306.15595 (stride 256)",
-            _sliding,
+            lambda tokens, length, given: _strided(tokens, length, given["stride"]),
             {"stride": 256},
             same_targets=True,
         ),
@@ -260,27 +232,19 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "The windows of sliding, but the mean of their mean losses.",
             "A window with few targets, such as the last, has the same weight as the first with its N − 1.",
             "YaRN 2309.00071, EasyContext (stride 256)",
-            _sliding,
+            lambda tokens, length, given: _strided(tokens, length, given["stride"]),
             {"stride": 256},
             average="window",
             bos=True,
-        ),
-        Protocol(
-            "all-overlapping",
-            "All targets of all windows of N over all documents joined, `stride` apart: means of windows.",
-            "Targets count up to N / stride times, with contexts from 1 token on and across documents.",
-            "LongLoRA 2309.12307 (stride 256)",
-            _all_overlapping,
-            {"stride": 256},
-            average="window",
-            joined=True,
         ),
         Protocol(
             "last-k",
             "The same `last` targets of each document at every N, in one window of N tokens.",
             "Only the ends of documents are scored, and each length needs its own forward.",
             "ReRoPE (github.com/bojone/rerope, last 4096)",
-            _last,
+            lambda tokens, length, given: [
+                Window(tokens - 1 - length, tokens - 1, tokens - given["last"], tokens)
+            ],
             {"last": 4096},
             extra_tokens=1,
             same_targets=True,

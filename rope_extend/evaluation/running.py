@@ -197,9 +197,7 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     """The values of a cell."""
     about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
-        name = "all documents"
-        if not measurement.rule.joined:
-            name = Path(measurement.documents[cell.number].name).name
+        name = Path(measurement.documents[cell.number].name).name
         return {**about, **perplexity_values(_perplexity(measurement, model, cell, bar), name)}
     if cell.kind == SAMPLE:
         document = [each for each in measurement.documents if len(each) > 1][cell.number]
@@ -215,21 +213,21 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
 
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
-    """The perplexity of a row on a document, or on all of them if they are joined."""
+    """The perplexity of a row on a document."""
     crop, wanted, rule = cell.row.crop, measurement.wanted, measurement.rule
     protocol, settings, lengths = rule.name, wanted.window_settings, measurement.lengths
     if crop is not None and rule.nested:
         protocol, settings = "cropped", WindowSettings(window=crop)
     elif crop is not None:
         lengths = [crop]
-    suggested = measurement.plan.longest.chunk_size if measurement.plan else None
+    chunk = wanted.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     result = perplexity(
         model,
-        measurement.documents if rule.joined else [measurement.documents[cell.number]],
+        measurement.documents[cell.number],
         lengths,
         protocol=protocol,
         save_losses=wanted.save_losses,
-        options=RunOptions(chunk=wanted.chunk, suggested_chunk=suggested, bar=bar),
+        options=RunOptions(chunk, bar),
         **settings,
     )
     return result if crop is None or rule.nested else result.repeated(crop, measurement.lengths)

@@ -50,15 +50,7 @@ def mean_interval(
 
     Returns:
         `(low, high)` in nats per token; None for fewer than three documents, or for a sum that is not finite.
-
-    Raises:
-        RopeExtendError: `sums` and `terms` differ in length.
     """
-    if len(sums) != len(terms):
-        raise RopeExtendError(
-            f"an interval needs a sum and a count for each document; got {len(sums)} sums and {len(terms)} "
-            "counts"
-        )
     from scipy.special import stdtrit  # of t, without the import of scipy.stats
 
     values, counts = np.asarray(sums, dtype=np.float64), np.asarray(terms, dtype=np.float64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_extend.data.bundled import MODEL_DIR, passkey_document
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation.prompts import Draft, Task
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -40,7 +40,9 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[。！？]|\n+")
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """One number in repeated filler, and a question for it at the end. The answer's first number counts.
+    """One number in repeated filler, and a question for it at the end: 2305.16300 and 2306.15595.
+
+    The answer's first number counts.
 
     Attributes:
         new_tokens: tokens reserved for the answer.
@@ -51,22 +53,18 @@ class Passkey(Task):
     template: str = "published"
 
     name: ClassVar[str] = "passkey"
-    paper: ClassVar[str] = "2305.16300, 2306.15595"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The prompt of figure 3 in 2306.15595, or that of `passkey_document`."""
+        """The prompt of figure 3 in 2306.15595, or a page of code-like lines."""
         if self.template == "demo":
+            key = "".join(str(rng.randint(int(digit == 0), 9)) for digit in range(5))
             # More lines than needed: a line has more than four tokens.
-            document = passkey_document(rng, filler_lines=tokens // 4 + 16, depth=1.0)
-            filler, _, question = document.prompt.partition("# Remember the pass key.\n")
-            answer, _, question = question.partition("\n")
-            needle = f"# Remember the pass key.\n{answer}\n"
-            question, _, key = question.rpartition("\n")
+            filler = "".join(f"{_code_line(rng)}\n" for _ in range(tokens // 4 + 16))
+            needle = f"# Remember the pass key.\nPASS_KEY = {key}\n"
             hidden = _with_needles(filler, [(depth, needle)], "\n")
             # The answer directly follows the lead, on the line after the question.
-            return Draft(
-                "", lambda size: DEMO_START + hidden(size), question, f"\n{key}", (document.answer,), needle
-            )
+            question, lead = "# What is the pass key?", "\nPASS_KEY = "
+            return Draft("", lambda size: DEMO_START + hidden(size), question, lead, (key,), needle)
         key = str(rng.randint(10_000, 99_999))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key."
         return Draft(
@@ -91,46 +89,40 @@ class Passkey(Task):
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """A magic number for a word, hidden in texts or in repeated filler.
+    """A magic number of 7 digits for a word, hidden in texts or in repeated filler.
 
-    This is RULER's form of the needle in a haystack, which needs no judge: the answer must contain each
-    number of the word in question. The numbers have 7 digits.
+    This is the form of RULER (2404.06654), which needs no judge: the answer must contain the number.
 
     Attributes:
         new_tokens: tokens reserved for the answer.
         keys: number of words with numbers; the question is for one of the words.
-        values: numbers of each word; the question is for all of them.
         haystack: texts to hide the needles in; repeated filler if empty.
     """
 
     keys: int = 1
-    values: int = 1
     haystack: tuple[str, ...] = field(default=(), repr=False)
 
     name: ClassVar[str] = "needle"
-    paper: ClassVar[str] = "2404.06654"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The first number of the word in question at `depth`, all other numbers at random depths."""
+        """The number of the word in question at `depth`, all other numbers at random depths."""
         text = _haystack(self.haystack, rng)
         adjectives, nouns = rng.sample(_ADJECTIVES, self.keys), rng.sample(_NOUNS, self.keys)
         words = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
-        numbers = _absent(rng, text, self.keys * self.values, lambda: str(rng.randint(10**6, 10**7 - 1)))
+        numbers = _absent(rng, text, self.keys, lambda: str(rng.randint(10**6, 10**7 - 1)))
         needles = [
-            f"One of the special magic numbers for {words[i // self.values]} is: {number}."
-            for i, number in enumerate(numbers)
+            f"One of the special magic numbers for {word} is: {number}."
+            for word, number in zip(words, numbers, strict=True)
         ]
         depths = [depth, *(rng.random() for _ in needles[1:])]
-        plural = self.values > 1
-        article, number, verb = ("Some", "numbers", "are") if plural else ("A", "number", "is")
         topic = f"{words[0]} mentioned in the provided text"
         return Draft(
-            f"{article} special magic {number} {verb} hidden within the following text. "
-            f"Make sure to memorize it. I will quiz you about the {number} afterwards.",
+            "A special magic number is hidden within the following text. "
+            "Make sure to memorize it. I will quiz you about the number afterwards.",
             _with_needles(text, list(zip(depths, needles, strict=True)), " "),
-            f"What {verb} {'all ' if plural else ''}the special magic {number} for {topic}?",
-            f" The special magic {number} for {topic} {verb}",
-            tuple(numbers[: self.values]),
+            f"What is the special magic number for {topic}?",
+            f" The special magic number for {topic} is",
+            (numbers[0],),
             needles[0],
         )
 
@@ -142,16 +134,6 @@ class MultiKey(Needle):
     keys: int = 4
 
     name: ClassVar[str] = "multi_key"
-
-
-@dataclass(frozen=True)
-class MultiValue(Needle):
-    """Several numbers for one word; the question is for all of them. The depth is that of the first."""
-
-    new_tokens: int = 96
-    values: int = 4
-
-    name: ClassVar[str] = "multi_value"
 
 
 @dataclass(frozen=True)
@@ -173,7 +155,6 @@ class VariableTracking(Task):
     haystack: tuple[str, ...] = field(default=(), repr=False)
 
     name: ClassVar[str] = "variable_tracking"
-    paper: ClassVar[str] = "2404.06654"
     has_depth: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
@@ -198,89 +179,7 @@ class VariableTracking(Task):
         )
 
 
-@dataclass(frozen=True)
-class CommonWords(Task):
-    """A numbered list of words in which ten are common and all others rare. Which are the common ones?
-
-    This is RULER's task, zero-shot. As in RULER, a common word appears 30 times and a rare one 3 times at
-    lengths of 4,096 tokens or more, else 6 times and once. Longer prompts have more rare words. The words are
-    invented; RULER uses English words.
-
-    Attributes:
-        new_tokens: tokens reserved for the answer.
-        common: number of common words.
-    """
-
-    new_tokens: int = 120
-    common: int = 10
-
-    name: ClassVar[str] = "common_words"
-    paper: ClassVar[str] = "2404.06654"
-    has_depth: ClassVar[bool] = False
-
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The list grows by one rare word at a time."""
-        repeats, rare_repeats = (30, 3) if tokens + self.new_tokens >= 4096 else (6, 1)
-        words, common = _invented(rng, self.common + tokens // 3), self.common
-        seed = rng.random()
-
-        def context(size: int) -> str:
-            listed = words[:common] * repeats + words[common : common + size] * rare_repeats
-            random.Random(seed).shuffle(listed)
-            return " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
-
-        return Draft(
-            "Below is a numbered list of words. In these words, some appear more often than others. Memorize "
-            "the ones that appear most often.",
-            context,
-            f"Question: What are the {common} most common words in the above list?",
-            f" Answer: The top {common} words that appear most often in the list are:",
-            tuple(words[:common]),
-            words=True,
-        )
-
-
-@dataclass(frozen=True)
-class FrequentWords(Task):
-    """Invented words whose frequencies follow Zipf's law. Which three are the most frequent?
-
-    This is RULER's task, zero-shot. As in RULER, the frequency of the k-th word is proportional to 1/k², and
-    the first word is replaced by dots, which do not count.
-    """
-
-    new_tokens: int = 50
-
-    name: ClassVar[str] = "frequent_words"
-    paper: ClassVar[str] = "2404.06654"
-    has_depth: ClassVar[bool] = False
-
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The text grows by one word at a time, and the shares of its words stay the same."""
-        words = ["...", *_invented(rng, max(8, tokens // 50))]
-        seed = rng.random()
-
-        def context(size: int) -> str:
-            # From 32 on, the third word that counts is more frequent than the next one.
-            drawn = [word for k, word in enumerate(words, start=1) for _ in range((32 + size) // k**2)]
-            random.Random(seed).shuffle(drawn)
-            return " ".join(drawn)
-
-        return Draft(
-            "Read the following coded text and track the frequency of each coded word. Find the three most "
-            "frequently appeared coded words.",
-            context,
-            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
-            "most frequently appeared words in the above coded text?",
-            " Answer: According to the coded text above, the three most frequently appeared words are:",
-            tuple(words[1:4]),
-            words=True,
-        )
-
-
-TASKS: dict[str, type[Task]] = {
-    cls.name: cls
-    for cls in (Passkey, Needle, MultiKey, MultiValue, VariableTracking, CommonWords, FrequentWords)
-}
+TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking)}
 """The tasks by name."""
 
 
@@ -346,12 +245,23 @@ def _absent(rng: random.Random, text: str, count: int, draw: Callable[[], str]) 
     return list(strings)
 
 
-def _invented(rng: random.Random, count: int) -> list[str]:
-    """Different random words of six letters."""
-    words: dict[str, None] = {}
-    while len(words) < count:
-        words["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))] = None
-    return list(words)
+_CODE_NOUNS = "node item path name line index value size count key file data".split()  # noqa: SIM905
+_CODE_VERBS = "get set add load make read find check update parse write close".split()  # noqa: SIM905
+
+
+def _code_line(rng: random.Random) -> str:
+    """One line of plausible code. It has numbers too, so that the pass key is not the only one."""
+    noun, other, verb = rng.choice(_CODE_NOUNS), rng.choice(_CODE_NOUNS), rng.choice(_CODE_VERBS)
+    return rng.choice(
+        (
+            f"{noun} = {verb}_{other}({noun}, {rng.randint(0, 99)})",
+            f"self.{noun} = {other}[{rng.randint(0, 9)}]",
+            f"if {noun} is None: {other} = {rng.randint(0, 99)}",
+            f"{noun}s.append({verb}_{other}({noun}))",
+            f"for {noun} in {other}s: {verb}_{noun}({other})",
+            f"return {verb}_{noun}({other}, {noun})",
+        )
+    )
 
 
 _ADJECTIVES = (  # noqa: SIM905

@@ -13,17 +13,11 @@ from transformers.utils import cached_file
 from rope_extend.models.load_options import LoadOptions, is_quantized
 from rope_extend.models.view import unwrap
 
-MARGIN, FRAGMENTED_MARGIN = 0.95, 0.9
-"""Share of the free memory that plans use; kernels and allocators need the rest.
-
-The second is for a GPU whose segments cannot grow: memory between large tensors is then lost. It was chosen,
-not measured.
-"""
-
+MARGIN = 0.95
+"""Share of the free memory that plans use; kernels and allocators need the rest."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The variables with the settings of CUDA's allocator. If both are set, torch 2.13 reads only the first."""
-_GROW = "expandable_segments:True"
 
 
 def expand_segments() -> None:
@@ -33,26 +27,10 @@ def expand_segments() -> None:
     """
     if not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
-    if any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
-        return
-    name = _allocator_variable()
-    os.environ[name] = ",".join(filter(None, (os.environ.get(name, ""), _GROW)))
-
-
-def _allocator_variable() -> str:
-    """The variable that torch reads."""
-    return next((name for name in _ALLOCATOR if name in os.environ), _ALLOCATOR[0])
-
-
-def segments_are_fixed() -> bool:
-    """Whether CUDA is in use with segments that cannot grow, so that large tensors leave gaps."""
-    settings = "".join(os.environ.get(_allocator_variable(), "").split())  # torch ignores spaces
-    return torch.cuda.is_initialized() and _GROW not in settings  # type: ignore[no-untyped-call]
-
-
-def usable_share(device: torch.device) -> float:
-    """Share of a device's free memory that plans use."""
-    return FRAGMENTED_MARGIN if device.type == "cuda" and segments_are_fixed() else MARGIN
+    given = {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}
+    if not any("expandable_segments" in settings for settings in given.values()):
+        name = next(iter(given), _ALLOCATOR[0])
+        os.environ[name] = ",".join(filter(None, (given.get(name), "expandable_segments:True")))
 
 
 def weight_bytes(name: str, model: nn.Module, load_options: LoadOptions) -> int:

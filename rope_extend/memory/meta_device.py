@@ -18,7 +18,6 @@ from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
 from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.view import unwrap
 
@@ -59,29 +58,6 @@ def try_estimate(dry_run: Callable[[], _Estimate], model: nn.Module, subject: st
         family = unwrap(model).config.model_type
         logger.info("cannot estimate the memory of %s for %s (%r)", subject, family, error)
         return None
-
-
-class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts bytes on the meta device, and implements the operations that the meta device lacks.
-
-    Attributes:
-        scored: number of tokens that are scored, as the result of `nonzero`; further tokens need no more
-            memory. If not given, `nonzero` is not implemented.
-    """
-
-    def __init__(self, scored: int | None = None) -> None:
-        super().__init__()
-        self.scored = scored
-
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation, or allocate what it returns where the meta device lacks it."""
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1  # the answer to whether all tokens belong to one text
-        if self.scored and function is torch.ops.aten.nonzero.default and args[0].is_meta:
-            return args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
-        if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        return function(*args, **kwargs)
 
 
 class DirectKernelCalls(TorchFunctionMode):

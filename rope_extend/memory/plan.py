@@ -7,7 +7,6 @@ Memory that kernels and allocators need apart from tensors is covered by the mar
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rope_extend.memory.budget import MARGIN, available_memory, usable_share
-from rope_extend.memory.meta_device import DirectKernelCalls, MetaBytes, dry_run_attention
+from rope_extend.memory.budget import MARGIN, available_memory
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import DirectKernelCalls, dry_run_attention
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.planned_device import planned_for
 from rope_extend.units import format_bytes, format_duration
@@ -72,20 +72,15 @@ class Budget:
         spread = load_options.device_map is not None
         return cls(load_options.torch_device, available_memory(load_options), spread=spread)
 
-    def share(self, need: Need) -> float:
-        """Fraction of the usable memory, after the safety margin, that a computation needs."""
-        on_device = need.trained + need.peak if self.spread else need.total
-        usable = max(1, self.available) * usable_share(self.device)
-        return max(on_device / usable, need.host / max(1, self.host) / MARGIN)
-
     def fits(self, need: Need) -> bool:
-        """Whether the memory for a computation is available."""
-        return self.share(need) <= 1
+        """Whether the memory for a computation is available, with a safety margin."""
+        on_device = need.trained + need.peak if self.spread else need.total
+        return on_device <= self.available * MARGIN and need.host <= self.host * MARGIN
 
     def misfit(self, need: Need) -> str:
         """What a computation needs and what there is, for the error that refuses it."""
         needed, available, where = need.total, self.available, f"on {self.device}"
-        if need.total <= usable_share(self.device) * self.available:
+        if need.total <= MARGIN * self.available:
             needed, available, where = need.host, self.host, "in host memory"
         return (
             f"about {format_bytes(needed)}, {format_bytes(need.weights)} of it for weights, but only "
@@ -108,35 +103,21 @@ def dry_run(model: nn.Module, device: torch.device, *, maskless: bool = False) -
         yield
 
 
-def counter_of(model: nn.Module, scored: int | None = None) -> MetaBytes:
-    """A counter that has a model's tensors already; `scored` is that of `MetaBytes`."""
-    counter = MetaBytes(scored)
+def counter_of(model: nn.Module, scored: int | None = None) -> LiveBytes:
+    """A counter that has a model's tensors already; `scored` is that of `LiveBytes`."""
+    counter = LiveBytes(scored)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta:
             counter.add(tensor)
     return counter
 
 
-def longest(share: Callable[[int], float], tokens: int, grain: int = GRAIN) -> int:
-    """The longest length whose `share` of the usable memory is at most 1; 0 if there is none.
-
-    Found to within a 64th, or `grain` tokens, below `tokens`, which do not fit. Memory is mostly linear in
-    the length, so the first guess is on the line through the two nearest lengths.
-    """
-    low, high = 1, -(-tokens // grain)  # in grains: the longest known to fit, the shortest known not to fit
-    if high <= low or (least := share(grain)) > 1:
-        return 0
-    shares = {low: least, high: share(tokens)}
-    halve = False
+def longest(fits: Callable[[int], bool], tokens: int, grain: int = GRAIN) -> int:
+    """The longest length below `tokens` that fits, to within a 64th or `grain` tokens; 0 if there is none."""
+    low, high = 0, -(-tokens // grain)  # in grains: the longest known to fit, the shortest known not to fit
     while high - low > max(1, low // 64):
-        slope = (shares[high] - shares[low]) / (high - low)
-        guess = low + int((1 - shares[low]) / slope) if slope > 0 else low
-        if halve:  # the line alone may converge slowly near a bend
-            guess = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        shares[guess] = share(guess * grain)
-        low, high = (low, guess) if shares[guess] > 1 else (guess, high)
-        halve = not halve
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * grain) else (low, middle)
     return low * grain
 
 

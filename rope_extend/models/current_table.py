@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.encodings import Encoding, LongRoPE, Method, RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR, check_length
-from rope_extend.encodings.core.shapes import ExtendedShape
+from rope_extend.encodings.core.shapes import (
+    ZERO_FREQUENCY,
+    ZERO_FREQUENCY_DIVISOR,
+    ExtendedShape,
+    check_length,
+)
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.view import (

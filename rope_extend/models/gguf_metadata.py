@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rope_extend.encodings.core.checks import MAX_DIM, MAX_FACTOR, MAX_LENGTH, number, whole
+from rope_extend.checks import number, whole
+from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 
 LIST, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -220,7 +221,7 @@ def _check(path: Path, metadata: Metadata) -> None:
         )
     if not metadata.embeds:
         raise RopeExtendError(f"{path.name} holds no model: it lacks {_EMBEDDING}. {ADVICE}")
-    checks = dict(_OF_ARCHITECTURE, block_count=whole(1, max(1, metadata.blocks)))
+    checks: dict[str, Check] = {**_OF_ARCHITECTURE, "block_count": whole(1, max(1, metadata.blocks))}
     for key in _SIZES:
         size = whole(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
         by_layer = key in _BY_LAYER and isinstance(metadata.of_architecture(key), list)

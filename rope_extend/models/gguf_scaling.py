@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rope_extend.encodings import Llama3, RopeShape
-from rope_extend.encodings.core.checks import MAX_FACTOR, MAX_LENGTH
+from rope_extend.encodings.core.shapes import MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.gguf_metadata import ADVICE, LIST, LONG, SHORT, Metadata
 

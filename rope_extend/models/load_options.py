@@ -212,8 +212,3 @@ def input_device(model: Any) -> torch.device:
             return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     weight_device: torch.device = embedding.weight.device
     return weight_device
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Whether accelerate moves a model's weights and inputs between devices: then it must not be moved."""
-    return any(hasattr(module, "_hf_hook") for module in model.modules())

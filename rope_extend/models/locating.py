@@ -55,7 +55,12 @@ def check_checkpoint(
     if Path(expand_home(name)).exists():
         return
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+    )
 
     files = ("config.json", "adapter_config.json")
     cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files)
@@ -66,12 +71,17 @@ def check_checkpoint(
         get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT, token=token)
     except EntryNotFoundError:
         return
+    except GatedRepoError as error:
+        raise RopeExtendError(
+            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log in with "
+            "`hf auth login`, or set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
         raise RopeExtendError(
             f"{missing} no model of that name on the hub, or it is private.{_nearest(name)}"
         ) from error
     except HfHubHTTPError:
-        return  # such as a gated model: transformers says what to do
+        return  # transformers says what to do
     except Exception as error:  # no network, a proxy, or offline mode: the classes differ between versions
         raise RopeExtendError(
             f"{missing} the hub cannot be asked for a model of that name ({type(error).__name__}). "

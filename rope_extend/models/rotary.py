@@ -23,7 +23,7 @@ def float64_device(device: torch.device) -> torch.device:
 def angles_of(encoding: RopeEncoding, shape: RopeShape, position_ids: Tensor, inv_freq: Tensor) -> Tensor:
     """The rotation angles of an encoding at `position_ids` `[..., T]`: `[..., T, dim/2]` float64 radians.
 
-    `inv_freq` is `[dim/2]`, or `[batch, 1, dim/2]` for a table per row, float64. Positions below
+    `inv_freq` is `[dim/2]` float64. Positions below
     `start_tokens` have plain RoPE's angles. The result is on `float64_device` of the positions.
     """
     device = float64_device(position_ids.device)
@@ -182,20 +182,18 @@ class ExtendedRotaryEmbedding(nn.Module):
         """`(cos, sin)`, each `[batch, T, dim]` in the dtype of `x`, for `position_ids` `[batch, T]`.
 
         `x` gives dtype and device only. If the schedule rotates inside attention, this is plain RoPE.
-        A schedule with one table per row uses the table of that row's largest position. Positions with parts
-        (time, height, width) are `[3, batch, T]`.
+        Positions with parts (time, height, width) are `[3, batch, T]`.
 
         Raises:
-            PatchError: positions with different parts, under an encoding that depends on the length; or a
-                cache whose keys belong to another table of their row.
+            PatchError: positions with different parts, under an encoding that rotates inside attention.
         """
         if layer_type != self.layer_type:
             assert self.original is not None
             other: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
             return other
-        encoding, in_attention = self.encoding, self.encoding.rotates_in_attention
+        in_attention = self.encoding.rotates_in_attention
         parts = position_ids.dim() == 3
-        if parts and (in_attention or encoding.depends_on_length):
+        if parts and in_attention:
             self._check_one_position(position_ids)
         if in_attention and self._plain_serves(x.device):
             layer_types = () if layer_type is None else (layer_type,)
@@ -203,13 +201,11 @@ class ExtendedRotaryEmbedding(nn.Module):
             every = position_ids.expand(3, -1, -1) if self.sections and not parts else position_ids
             return self._mark(self.plain(x, every, *layer_types), position_ids)
         first = position_ids[0] if parts else position_ids
-        factor: Tensor | float = 1.0 if in_attention else self.attention_scaling
-        if encoding.depends_on_length and not in_attention:
-            angles, factor = self._rowwise(first)
-        elif parts and not in_attention:
-            angles = self._in_sections(angles_of(encoding, self.shape, position_ids, self._table))
+        factor = 1.0 if in_attention else self.attention_scaling
+        if parts and not in_attention:
+            angles = self._in_sections(angles_of(self.encoding, self.shape, position_ids, self._table))
         else:
-            angles = angles_of(encoding, self.shape, first, self._table)
+            angles = angles_of(self.encoding, self.shape, first, self._table)
         if self.pairs > self.shape.dim // 2:
             angles = self.pad_unrotated(angles)
         dtype = self.dtype or x.dtype
@@ -265,38 +261,6 @@ class ExtendedRotaryEmbedding(nn.Module):
             pairs = slice(part, 3 * self.sections[part], 3)
             chosen[..., pairs] = angles[part, ..., pairs]
         return chosen
-
-    def _rowwise(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
-        if position_ids.is_meta:  # in a dry run
-            lengths = [position_ids.shape[-1]] * len(position_ids)
-        else:
-            lengths = (position_ids.amax(dim=-1) + 1).tolist()
-            for cached, length in zip(position_ids.amin(dim=-1).tolist(), lengths, strict=True):
-                self._check_cache(cached, length)
-        tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
-        factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
-        angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])
-        return angles, to_device(torch.tensor(factors, dtype=torch.float32), angles.device)[:, None, None]
-
-    def _check_cache(self, cached: int, length: int) -> None:
-        """Refuse tokens after `cached` ones that were rotated by another table of their row.
-
-        Raises:
-            PatchError: the table for the row's present length is another one.
-        """
-        if cached == 0:
-            return
-        before, now = (
-            (self.encoding.inv_freq(self.shape, each), self.encoding.attention_factor(self.shape, each))
-            for each in (cached, length)
-        )
-        if before[1] != now[1] or not torch.equal(before[0], now[0]):
-            raise PatchError(
-                f"{self.encoding} rotates a whole row by the table of its length, so the {cached} cached "
-                f"tokens would have to be computed again at {length}; use use_cache=False, or an encoding "
-                f"with per='query'"
-            )
 
     def extra_repr(self) -> str:
         """The encoding and the shape, for `print(model)`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rope_extend.encodings import RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
+from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.view import ORIGINAL_WINDOW, config_record, rotary_part, stock_table
@@ -63,15 +63,14 @@ def stock_forms(
 def has_stock_config(config: Any, target_length: int) -> bool:
     """Whether stock transformers computes the encoding of a patched model from its config.
 
-    If not, its own tables would be those of the pretrained model, or it would use the table of the longest
-    row of a batch where the encoding has one for each query.
+    If not, its own tables would be those of the pretrained model, or those of the longest row of a batch.
 
     Args:
         config: the config of a patched model.
         target_length: the extended window, in tokens.
     """
     record = config_record(config)
-    if record and record.encoding.beyond_one_table(record.shape) and not record.encoding.per_row:
+    if record and record.encoding.beyond_one_table(record.shape):
         return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")

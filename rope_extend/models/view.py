@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rope_extend.checks import number
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
-from rope_extend.encodings.core.checks import MAX_LENGTH, ZERO_FREQUENCY, check_length, check_number
+from rope_extend.encodings.core.shapes import MAX_LENGTH, ZERO_FREQUENCY, check_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.models.families import adapter_for, find_adapter
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
@@ -145,13 +146,13 @@ def current_window(config: Any) -> int:
     original, factor = parameters.get(ORIGINAL_WINDOW), parameters.get("factor")
     if parameters.get("rope_type", "default") != "yarn" or original is None or factor is None:
         return window
-    factor = check_number("config", "factor", factor, minimum=0, above=True)
+    factor = number(0, above=True)("config", "factor", factor)
     return max(window, round(_window(ORIGINAL_WINDOW, original) * factor))
 
 
 def _window(name: str, value: object) -> int:
     """A window of the config in tokens."""
-    return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
+    return int(number(1, MAX_LENGTH)("config", name, value))
 
 
 class ConfigRecord(NamedTuple):
@@ -373,14 +374,14 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
     """Groups of sequence lengths for which the model uses equal rotary tables, each group ascending.
 
     One forward over the longest of a group gives the losses at all its lengths. Static encodings have one
-    group. Dynamic NTK per row has one for all lengths within the trained window and one for each beyond.
+    group. Stock dynamic NTK has one for all lengths within the trained window and one for each beyond.
 
     Raises:
         UnsupportedModelError: the family has no adapter.
     """
     base = unwrap(model)
     modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
-    if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
+    if all(isinstance(m, ExtendedRotaryEmbedding) for m in modules.values()):
         return [sorted(set(lengths))]
     groups: dict[str, list[int]] = {}
     for length in sorted(set(lengths)):

@@ -87,7 +87,7 @@ class Fitness:
                 [self.documents[number] for number in numbers],
                 self.lengths,
                 progress=False,
-                options=RunOptions(suggested_chunk=self.chunk),
+                options=RunOptions(chunk=self.chunk),
             )
             assert result.document_nll is not None
             assert result.document_terms is not None
@@ -103,7 +103,7 @@ class Fitness:
     def _answer(self, model: nn.Module, window: NeedleWindow) -> Loss:
         """The losses of the tokens of a needle's answer; the head runs on these positions only."""
         with evaluation_mode(model) as device, torch.no_grad():
-            computer = LossComputer(model, device, RunOptions(suggested_chunk=self.chunk))
+            computer = LossComputer(model, device, RunOptions(chunk=self.chunk))
             ids = window.input_ids[None].to(device)
             first = ids.shape[1] - window.answer
             losses = computer.losses(ids, ids[:, first:], first, ids.shape[1])

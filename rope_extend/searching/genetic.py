@@ -71,10 +71,6 @@ def new_crossover(parents: list[Table], search: Evaluator, known: set[Table]) ->
 def run(search: Evaluator) -> list[Table]:
     """Search, and return the best candidates ever seen."""
     config = search.config
-    assert config.population is not None
-    assert config.mutants is not None
-    assert config.crossovers is not None
-    assert config.parents is not None
     first = seeds(search.space, longrope_attention_factor(config, search.space))
     population, known = list(first), set(first)
     for number in range(config.population - len(first)):
@@ -89,8 +85,5 @@ def run(search: Evaluator) -> list[Table]:
 
 def passes(config: SearchConfig) -> int:
     """The first population, and the offspring of each iteration, on all documents."""
-    assert config.population is not None
-    assert config.mutants is not None
-    assert config.crossovers is not None
     offspring = config.mutants + config.crossovers
     return (config.population + config.iterations * offspring) * config.documents

@@ -23,9 +23,9 @@ ATTENTION_STEP, ATTENTION_STEPS = 1.1, 6
 def run(search: Evaluator) -> list[Table]:
     """Search, and return the best candidates on all documents."""
     config = search.config
-    fixed = config.attention_factor is not None or search.space.long is not None
     closed = search.ranked(closed_forms(config, search.space), 1)[0]
-    found = search.ranked([closed if fixed else _with_attention_factor(search, closed), closed])
+    best = closed if config.attention_factor else _with_attention_factor(search, closed)
+    found = search.ranked([best, closed])
     known = set(found)
     for _ in range((config.race_passes - search.passes) // config.documents):
         child = new_mutant(search.random.choice(found), search, known)

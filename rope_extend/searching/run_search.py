@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.encodings import RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY
+from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
@@ -24,13 +23,13 @@ from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
 from rope_extend.method_names import CURRENT
-from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
+from rope_extend.models.current_table import current_table
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching import genetic, race
-from rope_extend.searching.closed_forms import AS_IT_IS, published
+from rope_extend.searching.closed_forms import published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
 from rope_extend.searching.search_config import (
@@ -39,12 +38,11 @@ from rope_extend.searching.search_config import (
     LOAD_FIELDS,
     ORIGINAL,
     RACE,
-    SHORT_TEXTS,
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
-from rope_extend.searching.space import STEP, Space, Table
+from rope_extend.searching.space import Space, Table
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
@@ -71,8 +69,8 @@ STRATEGIES = {
 """The strategies by name."""
 
 _NOT_IN_IDENTITY = (
-    "model", "data", "output", "short", "start", "current_length", "search_for", "iterations",
-    "text_column", "split", *LOAD_FIELDS,
+    "model", "data", "output", "short", "start", "current_length", "iterations", "text_column", "split",
+    *LOAD_FIELDS,
 )  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own.
 
@@ -195,10 +193,12 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
     current = None
     if config.start == CURRENT:
         current = current_table(empty, config.trained_length, config.current_length)
-        if config.search_for == SHORT_TEXTS:
-            return _space_of_short_texts(config, current)
-        _check_table(current)
         shape: RopeShape = current.shape
+        if not all(frequency > ZERO_FREQUENCY for frequency in current.shape.table):
+            raise RopeExtendError(
+                "search: some channel pairs of this model do not rotate under its present table, so they "
+                "have no divisor; use start pretrained"
+            )
     else:
         shape = shape_of(empty, config.trained_length)
     if config.target_length <= shape.trained_length:
@@ -208,53 +208,12 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
         )
     space = Space(shape, config.target_length, head_room, current, original_short=config.short == ORIGINAL)
     window = space.pretrained.trained_length
-    assert config.lengths is not None
     if space.keeps_short and config.needle_weight < 1 and config.lengths[0] <= window:
         raise RopeExtendError(
             f"search: texts of up to {window} tokens keep a list that is not searched, so their loss is the "
             f"same for every candidate. Got lengths {list(config.lengths)}; use lengths above {window}"
         )
     return space
-
-
-def _check_table(current: CurrentTable) -> None:
-    """Refuse a present table with frequencies of zero.
-
-    Raises:
-        RopeExtendError: a pair does not rotate.
-    """
-    if not all(frequency > ZERO_FREQUENCY for frequency in current.shape.table):
-        raise RopeExtendError(
-            "search: some channel pairs of this model do not rotate under its present table, so they have no "
-            "divisor; search for long texts with start pretrained"
-        )
-
-
-def _space_of_short_texts(config: SearchConfig, current: CurrentTable) -> Space:
-    """Where a search for short texts looks: up to the largest divisor of the table of long texts."""
-    shape, window = current.pretrained, current.shape.trained_length
-    if current.is_plain:
-        raise RopeExtendError(
-            f"search: search_for {SHORT_TEXTS} needs a model that was extended before, and the model has "
-            "plain RoPE; search for long texts first"
-        )
-    if config.target_length > shape.trained_length:
-        raise RopeExtendError(
-            f"search: with search_for {SHORT_TEXTS}, target_length must be at most the "
-            f"{shape.trained_length} tokens of pretraining, where the short list is used; got "
-            f"{config.target_length}"
-        )
-    _check_table(current)
-    divisors = divisors_of(current.shape.inv_freq(), shape)
-    # Smaller falls than a candidate's step, as rounding leaves them, do no harm.
-    if any(later < earlier - 1 / STEP for earlier, later in itertools.pairwise(divisors)):
-        raise RopeExtendError(
-            f"search: search_for {SHORT_TEXTS} looks for divisors that never fall from one channel pair to "
-            "the next, and those of this model's long texts do: "
-            f"{', '.join(f'{divisor:.4g}' for divisor in divisors)}; search for long texts instead"
-        )
-    largest = max(1.0, *divisors)
-    return Space(shape, window, largest * shape.trained_length / window, long=current)
 
 
 def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path | None:
@@ -310,7 +269,6 @@ def search_documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
 def _fitness(
     config: SearchConfig, documents: Sequence[Document], tokenizer: Any, plan: SearchPlan
 ) -> Fitness:
-    assert config.lengths is not None
     needles = []
     if config.needle_weight > 0:
         needles = needle_windows(
@@ -336,8 +294,7 @@ def _searched(evaluator: Evaluator) -> SearchResult:
     finalists = STRATEGIES[config.strategy].run(evaluator)
     rows = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
     for name, table in published(config, space).items():
-        if name == AS_IT_IS or table not in rows:  # also if the strategy ends on what the model has
-            rows[table] = name
+        rows.setdefault(table, name)
     weights = evaluator.weights
     losses = {table: evaluator.held_out(table) for table in rows}
     scores = {table: score(values, weights) for table, values in losses.items()}

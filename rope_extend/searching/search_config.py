@@ -6,12 +6,12 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from rope_extend.checks import FLAG, Kind, choice, number, whole
 from rope_extend.config import (
     COUNT,
-    FLAG,
     LENGTH,
     LENGTHS,
     MODEL,
@@ -20,12 +20,7 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    Kind,
-    choice,
     list_of,
-    number,
-    optional,
-    whole,
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import depths_from
@@ -38,9 +33,6 @@ if TYPE_CHECKING:
 
 RACE, GENETIC = "race", "longrope"
 """The strategies by name, the default first."""
-
-LONG_TEXTS, SHORT_TEXTS = "long", "short"
-"""Which texts the table is searched for; LongRoPE ends with a search for short ones."""
 
 SAME, ORIGINAL = "same", "original"
 """Which divisors a text within the trained window gets: the searched ones, or all 1."""
@@ -58,7 +50,10 @@ SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
 HALVED_ABOVE = 512 * 1024
 """Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
 
-_WEIGHTS = optional(list_of(number(0, above=True), "a list of numbers above 0, such as 1,2"))
+BY_TARGET: Any = None
+"""The default of fields that depend on the target; settings that are made hold the value instead."""
+
+_WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as 1,2")
 _SHARE = Kind("a number from 0 to 1", lambda value: number(0, below=1 + 1e-9).parse(value))
 _DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
 
@@ -79,20 +74,18 @@ class SearchConfig(Config):
     target_length: Annotated[int, LENGTH, "the context window to reach, in tokens"]
     data: Annotated[
         str | tuple[str, ...] | None,
-        optional(SOURCES._replace(repeated=True)),
+        replace(SOURCES, repeated=True),
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
-    output: Annotated[str | None, optional(PATH), "directory of the search: its log, and the encoding"] = None
+    output: Annotated[str | None, PATH, "directory of the search: its log, and the encoding"] = None
     strategy: Annotated[str, choice(RACE, GENETIC), "how candidates are chosen"] = RACE
     documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
     holdout: Annotated[
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
     ] = 5
     lengths: Annotated[
-        tuple[int, ...] | None,
-        optional(LENGTHS),
-        "lengths of the perplexity in the fitness (default: target_length)",
-    ] = None
+        tuple[int, ...], LENGTHS, "lengths of the perplexity in the fitness (default: target_length)"
+    ] = BY_TARGET
     length_weights: Annotated[
         tuple[float, ...] | None, _WEIGHTS, "weight of each of the lengths (default: equal)"
     ] = None
@@ -119,16 +112,10 @@ class SearchConfig(Config):
     ] = PRETRAINED
     current_length: Annotated[
         int | None,
-        optional(LENGTH),
+        LENGTH,
         "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
         "wrong",
     ] = None
-    search_for: Annotated[
-        str,
-        choice(LONG_TEXTS, SHORT_TEXTS),
-        "the table of long texts; or, with start current, that of texts of target_length within the "
-        "pretrained window, while long texts keep the checkpoint's table",
-    ] = LONG_TEXTS
     start_tokens: Annotated[
         bool,
         FLAG,
@@ -137,32 +124,28 @@ class SearchConfig(Config):
     ] = False
     attention_factor: Annotated[
         float | None,
-        optional(number(0.01, below=100)),
+        number(0.01, below=100),
         "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
-    population: Annotated[int | None, optional(whole(4)), "first candidates (default: 64)"] = None
-    mutants: Annotated[int | None, optional(POSITIVE_COUNT), "mutants of an iteration (default: 16)"] = None
-    crossovers: Annotated[
-        int | None, optional(POSITIVE_COUNT), "crossovers of an iteration (default: 16)"
-    ] = None
-    parents: Annotated[int | None, optional(whole(2)), "best candidates that are kept (default: 32)"] = None
+    population: Annotated[int, whole(4), "first candidates (default: 64)"] = BY_TARGET
+    mutants: Annotated[int, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = BY_TARGET
+    crossovers: Annotated[int, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = BY_TARGET
+    parents: Annotated[int, whole(2), "best candidates that are kept (default: 32)"] = BY_TARGET
     iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: Annotated[
-        int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
+        int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
     ] = None
     text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
-    device: Annotated[str | None, optional(TEXT), "device, such as cuda:1 (default: the GPU, if any)"] = None
+    device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
     dtype: Annotated[
         str | None,
-        optional(choice(*DTYPES)),
+        choice(*DTYPES),
         "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
     ] = None
-    attention: Annotated[
-        str | None, optional(choice(*ATTENTION)), "attention implementation (default: sdpa)"
-    ] = None
+    attention: Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"] = None
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -185,7 +168,7 @@ class SearchConfig(Config):
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
         """Whether settings contradict each other, and the error message if they do."""
-        target, lengths, weights = self.target_length, self.lengths or (), self.length_weights
+        target, lengths, weights = self.target_length, self.lengths, self.length_weights
         yield (
             lengths[-1] > target or lengths[0] < 2,
             f"lengths must be between 2 and target_length, {target}; got {list(lengths)}",
@@ -207,17 +190,6 @@ class SearchConfig(Config):
             self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL),
             f"start_tokens and short {ORIGINAL} return to plain RoPE for some positions, and start {CURRENT} "
             "keeps the table that the checkpoint was trained under; leave one of the two out",
-        )
-        short = self.search_for == SHORT_TEXTS
-        yield (
-            short and self.start != CURRENT,
-            f"search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; set start to "
-            f"{CURRENT}",
-        )
-        yield (
-            short and self.attention_factor is not None,
-            f"search_for {SHORT_TEXTS} keeps the attention factor that the checkpoint has, which both tables "
-            "share; leave attention_factor out",
         )
         yield (
             self.strategy != GENETIC
@@ -244,7 +216,6 @@ class SearchConfig(Config):
 
     def weights(self) -> dict[str, float]:
         """The weight of each part of the fitness: a length as text, or `needle`; they add up to 1."""
-        assert self.lengths is not None
         lengths = self.length_weights or (1.0,) * len(self.lengths)
         text = {
             str(length): (1 - self.needle_weight) * weight / sum(lengths)

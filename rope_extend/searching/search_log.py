@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rope_extend.encodings.core.checks import check_length, check_number
+from rope_extend.checks import number
+from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.statistics import or_none
 from rope_extend.journal import Identity, Journal
@@ -48,7 +49,7 @@ class Cost:
             RopeExtendError: one of them is not a finite number of at least 0.
         """
         for name in cls.__dataclass_fields__:
-            check_number("cost", name, values[name], minimum=0)
+            number(0)("cost", name, values[name])
         return cls(*(values[name] for name in cls.__dataclass_fields__))
 
     def plus(self, other: Cost) -> Cost:
@@ -114,8 +115,8 @@ class SearchLog:
     def _keep(self, record: Mapping[str, Any]) -> None:
         cost = Cost.from_dict(record)
         table = Table(tuple(record["divisors"]), record["start_tokens"], record["attention_factor"])
-        for number in (*table.divisors, table.start_tokens, table.attention_factor):
-            check_number("table", "a value", number, minimum=0)
+        for each in (*table.divisors, table.start_tokens, table.attention_factor):
+            number(0)("table", "a value", each)
         for name, parts in record["losses"].items():
             self.losses[table, name] = {part: _loss(part, *loss) for part, loss in parts.items()}
         self.cost = self.cost.plus(cost)
@@ -124,5 +125,5 @@ class SearchLog:
 def _loss(part: str, total: Any, terms: Any) -> Loss:
     """A loss of a line; None as its total is infinity."""
     if total is not None:
-        check_number("losses", part, total, minimum=-math.inf)
+        number(-math.inf)("losses", part, total)
     return Loss(math.inf if total is None else float(total), check_length("losses", part, terms))

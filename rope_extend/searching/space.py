@@ -42,7 +42,6 @@ class Space:
         target_length: the window to reach, in tokens.
         head_room: the largest divisor, divided by the factor.
         current: the schedule that candidates are multiplied with, in a search on an extended model.
-        long: the schedule of long texts, in a search for short ones; `shape` is then that of pretraining.
         original_short: whether texts within the trained window keep plain RoPE's frequencies in the result.
     """
 
@@ -50,7 +49,6 @@ class Space:
     target_length: int
     head_room: float
     current: CurrentTable | None = None
-    long: CurrentTable | None = None
     original_short: bool = False
 
     @property
@@ -94,10 +92,6 @@ class Space:
 
     def result(self, table: Table) -> LongRoPE:
         """A candidate as a search writes it, with the list that the model has for other texts."""
-        if self.long is not None:
-            return replace(self.long, short=table.divisors).with_table(
-                self.long.shape.inv_freq(), self.long.attention_factor, self.target_length
-            )
         encoding = self.encoding(table)
         if self.original_short:
             return replace(encoding, short_factor=None)

@@ -362,7 +362,7 @@ class TrainingRun:
         self.model.eval()
 
         def measure(model: Any) -> PerplexityResult:
-            options = RunOptions(suggested_chunk=self.data.chunk_size)
+            options = RunOptions(chunk=self.data.chunk_size)
             return perplexity(model, self.data.held_out, self.data.lengths, options=options, progress=main)
 
         with self._autocast():

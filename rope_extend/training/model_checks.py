@@ -13,7 +13,7 @@ from peft import PeftModel
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
-from rope_extend.data.sampled_positions import SAMPLERS, check_meaning
+from rope_extend.data.sampled_positions import check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import causal_lm
@@ -68,8 +68,8 @@ def check_recipe(
         logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
-            check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
-            _check_sampled(recipe, model)
+            check_meaning(recipe.positions, patch.encoding, patch.shape)
+            check_sampled(recipe.positions, recipe.target_length, model)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
         if recipe.mixed_windows:
@@ -78,7 +78,7 @@ def check_recipe(
         return patch.shape, reach
 
 
-def _check_sampled(recipe: Recipe, model: Any) -> None:
+def check_sampled(positions: str, target_length: int, model: Any) -> None:
     """Refuse sampled positions for a model that counts tokens instead, as windows of attention do.
 
     Raises:
@@ -87,16 +87,16 @@ def _check_sampled(recipe: Recipe, model: Any) -> None:
     config = causal_lm(model).config.get_text_config(decoder=True)
     for kind in sorted(layer_types_except_full_attention(config)):
         size = window_of(config, kind)
-        if size is not None and size < recipe.target_length:
+        if size is not None and size < target_length:
             raise RopeExtendError(
-                f"positions {recipe.positions} cannot be combined with {config.model_type}: its layers of "
+                f"positions {positions} cannot be combined with {config.model_type}: its layers of "
                 f"type {kind} attend to {size} tokens, whatever their positions. So in training they would "
                 f"see distances that never occur in use; leave positions out, train on long blocks"
             )
     model_type = causal_lm(model).config.model_type
     if counts := adapter_for(model_type).counts:
         raise RopeExtendError(
-            f"positions {recipe.positions} cannot be combined with {model_type}: {counts}, whatever their "
+            f"positions {positions} cannot be combined with {model_type}: {counts}, whatever their "
             "positions; leave positions out, train on long blocks"
         )
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from rope_extend.checks import FLAG, Kind, choice, number, whole
 from rope_extend.config import (
     AUTO,
     COUNT,
-    FLAG,
     LENGTH,
     LENGTHS,
     MODEL,
@@ -23,16 +23,11 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    Kind,
     add_flags,
-    choice,
     from_arguments,
     items,
     list_of,
-    number,
-    optional,
     or_auto,
-    whole,
 )
 from rope_extend.data.choices import CONSECUTIVE, PACKINGS, RESTART, SAMPLED, UNPACKED
 from rope_extend.errors import RopeExtendError, refuse_if
@@ -40,9 +35,8 @@ from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, chec
 
 
 def _betas(value: Any) -> tuple[float, float]:
-    beta = number(0, below=1)
-    first, second = items(value)  # ValueError if there are not two
-    return beta.parse(first), beta.parse(second)
+    first, second = list_of(number(0, below=1), "").parse(value)  # ValueError if there are not two
+    return first, second
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -156,15 +150,15 @@ class Recipe(Config):
     ] = PRETRAINED
     current_length: Annotated[
         int | None,
-        optional(LENGTH),
+        LENGTH,
         "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
         "wrong",
     ] = None
     trained_length: Annotated[
-        int | None, optional(LENGTH), "the pretrained window, in tokens, if the model's config is wrong"
+        int | None, LENGTH, "the pretrained window, in tokens, if the model's config is wrong"
     ] = None
     block_length: Annotated[
-        int | None, optional(LENGTH), "tokens per training sequence; target_length if not given"
+        int | None, LENGTH, "tokens per training sequence; target_length if not given"
     ] = None
     positions: Annotated[
         str,
@@ -220,12 +214,12 @@ class Recipe(Config):
         "dtype of the frozen weights; auto is bfloat16 on a GPU that supports it, and float32 elsewhere",
     ] = "auto"
     seed: Annotated[int, whole(0, 2**31), "seed of the LoRA matrices, the order of the data, and dropout"] = 0
-    eval_data: Annotated[
-        str | tuple[str, ...] | None, optional(SOURCES), "documents to evaluate on during the run"
-    ] = None
+    eval_data: Annotated[str | tuple[str, ...] | None, SOURCES, "documents to evaluate on during the run"] = (
+        None
+    )
     eval_lengths: Annotated[
         tuple[int, ...] | None,
-        optional(LENGTHS),
+        LENGTHS,
         "windows to evaluate at; the trained window and its doublings up to target_length if not given",
     ] = None
     eval_every: Annotated[int, COUNT, "steps between evaluations; 0 evaluates only before and after"] = 0
@@ -260,7 +254,7 @@ class Recipe(Config):
         "fit without it",
     ] = AUTO
     quantize: Annotated[
-        str | None, optional(choice("4bit")), "quantize the frozen weights on load (NF4, by bitsandbytes)"
+        str | None, choice("4bit"), "quantize the frozen weights on load (NF4, by bitsandbytes)"
     ] = None
     trackers: Annotated[
         tuple[str, ...],
@@ -272,7 +266,7 @@ class Recipe(Config):
     eval_split: Annotated[str, TEXT, "split of a hub dataset to evaluate on"] = "validation"
     data_weights: Annotated[
         tuple[float, ...] | None,
-        optional(_WEIGHTS),
+        _WEIGHTS,
         "how often blocks come from each entry of data, as ratios in any unit; by size if not given",
     ] = None
     streaming: Annotated[
@@ -282,12 +276,12 @@ class Recipe(Config):
     ] = False
     max_documents: Annotated[
         int | None,
-        optional(POSITIVE_COUNT),
+        POSITIVE_COUNT,
         "number of documents of data to use, of each entry if they have weights; all if not given",
     ] = None
-    max_tokens: Annotated[
-        int | None, optional(POSITIVE_COUNT), "tokens to use of each document; all if not given"
-    ] = None
+    max_tokens: Annotated[int | None, POSITIVE_COUNT, "tokens to use of each document; all if not given"] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -354,14 +348,13 @@ class Recipe(Config):
                 f"{', '.join(map(repr, unknown))}",
             )
         if self.positions != CONSECUTIVE:
-            from rope_extend.data.sampled_positions import SAMPLERS
+            from rope_extend.data.sampled_positions import SHORTEST
 
-            shortest = SAMPLERS[self.positions].shortest
             refuse_if(
-                not shortest <= self.length < self.target_length,
+                not SHORTEST <= self.length < self.target_length,
                 f"recipe: positions {self.positions} spreads short blocks over target_length "
                 f"{self.target_length}, but block_length is {self.length}; set block_length to less than "
-                f"target_length, such as the pretrained window, and to {shortest} tokens or more",
+                f"target_length, such as the pretrained window, and to {SHORTEST} tokens or more",
             )
 
     @property

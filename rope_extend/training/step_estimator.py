@@ -17,7 +17,8 @@ from rope_extend.attention.packed import takes_no_mask
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.loss import NextTokenLoss, default_chunk_bytes
 from rope_extend.memory.budget import quantized_savings
-from rope_extend.memory.meta_device import META, DirectKernelCalls, MetaBytes, quiet_patching
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META, DirectKernelCalls, quiet_patching
 from rope_extend.memory.plan import Need, counter_of, dry_run
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.view import decoder_layers
@@ -73,7 +74,7 @@ class StepEstimator:
 
     def __enter__(self) -> Self:
         model, packed = self.base, self.recipe.packs
-        with DirectKernelCalls(), MetaBytes(scored=2):
+        with DirectKernelCalls(), LiveBytes(scored=2):
             self.masked = packed and not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)
         flash = "flash" in config._attn_implementation

@@ -319,7 +319,7 @@ def _plan_steps(
     if chosen is None:
         chosen = steps[-1]
         longest_block = longest(
-            lambda tokens: budget.share(estimator.step(candidates[-1], tokens)), recipe.length
+            lambda tokens: budget.fits(estimator.step(candidates[-1], tokens)), recipe.length
         )
     quantizable = gguf_file(recipe.model) is None
     quantized = None

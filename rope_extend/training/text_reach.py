@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rope_extend.loss import NextTokenLoss
-from rope_extend.memory.meta_device import META, MetaBytes
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     weights = {name: list(empty.get_submodule(name).parameters(False)) for name in norms_and_embedding(empty)}
     for weight in itertools.chain(*weights.values()):
         weight.requires_grad_(True)
-    with MetaBytes(scored=_TOKENS):
+    with LiveBytes(scored=_TOKENS):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
         NextTokenLoss(empty)(ids).backward()
 

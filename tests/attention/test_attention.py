@@ -349,7 +349,7 @@ def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> 
 
 
 def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two tables over 1,000 tokens, there are masks of the later queries only, and of a few at a time."""
+    """With two tables over 1,000 tokens, there are masks of later queries only, a few at a time."""
     model, data = llama(head_dim=16), Batch(tokens(1, 1000), torch.ones(1, 1000, dtype=torch.long))
     masks: list[int] = []
     inner = nn.functional.scaled_dot_product_attention
@@ -433,22 +433,6 @@ def test_a_paged_cache_is_refused(name: str) -> None:
         pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
     ):
         model(tokens(1, 10), cache=object(), use_cache=False)
-
-
-def test_rows_as_a_whole_refuse_a_cache_once_their_table_changes() -> None:
-    model, data = llama(head_dim=16), batch((0,))
-    stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
-    with patched(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row")):
-        assert model.config._attn_implementation == "sdpa"
-        same(logits(model, data["input_ids"]), logits(stock, data["input_ids"]))
-        same(in_parts(model, data, [10, 20, 32]), logits(model, data["input_ids"][:, :32])[:, :32])
-        with pytest.raises(PatchError, match="the 32 cached tokens would have to be computed again at 33"):
-            in_parts(model, data, [10, 32, 33])
-        cached = model.generate(tokens(1, 10), max_new_tokens=20, do_sample=False, pad_token_id=0)
-        assert cached.shape == (1, 30)
-        with pytest.raises(PatchError, match="use_cache=False"):
-            model.generate(tokens(1, 10), max_new_tokens=40, min_new_tokens=40, pad_token_id=0)
-        model.generate(tokens(1, 10), max_new_tokens=40, use_cache=False, pad_token_id=0)
 
 
 def test_a_family_out_of_reach_is_refused() -> None:

@@ -111,13 +111,13 @@ def test_autocast_decides_which_kernel_serves(monkeypatch: pytest.MonkeyPatch) -
     assert dtypes == [torch.float32, torch.bfloat16]
 
 
-H100 = Rates(linear=680e12, attention=600e12, chunked=380e12)
-"""Operations per second that GPU.md-like arithmetic assumes: cuBLAS, cuDNN, and flash attention 2."""
+H100 = Rates(linear=680e12, attention=600e12)
+"""Operations per second that GPU.md-like arithmetic assumes: cuBLAS and cuDNN."""
 
 
 @pytest.mark.slow
 def test_long_windows_of_an_8b_model_are_planned_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rates of an H100: 128k tokens in 12 seconds, and a million in 15 minutes and 40 GB."""
+    """With the rates of an H100: 128k tokens in 12 seconds, and a million in 10 minutes and 40 GB."""
     config = LlamaConfig(
         vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
@@ -133,7 +133,5 @@ def test_long_windows_of_an_8b_model_are_planned_in_time(monkeypatch: pytest.Mon
     assert 10 < curve.seconds < 12
     assert curve.peak < 20e9
     assert million.description == "layer by layer, in chunks of 16,384"
-    assert 480 < million.seconds < 900
+    assert 480 < million.seconds < 600
     assert million.total < 40e9
-    slower = forward_plan._plan(estimator, [2**17], None, slower=True).longest
-    assert slower.seconds > 14  # tables of their own for segments: flash attention

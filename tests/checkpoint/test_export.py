@@ -58,7 +58,6 @@ VERDICTS = [
     (None, ("yarn-turns", "ntk_by_parts", "resonance", "power", "p_rope", "clipped", "nope"), (F, F, F, F)),
     (None, ("logn(ntk)", "xpos", "drope", "longrope-start", "short_original(yarn)"), (P, X, X, X)),
     (None, ("dynamic_yarn", "dynamic_ntk"), (P, X, X, X)),
-    (None, ("longrope-row",), (N, X, X, X)),
     ("phi3", ("yarn",), (F, F, F, F)),
     ("mistral", ("yarn-turns",), (F, F, F, F)),
     # llama.cpp reads no table for these; longrope of the servers does not rotate neighbours, as GLM does.
@@ -191,9 +190,7 @@ def test_the_documentation_is_what_the_code_says() -> None:
     assert spec.loader is not None
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert (root / "docs" / "export.md").read_text(encoding="utf-8") == script.page(), (
-        "run python tools/write_export_support.py"
-    )
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run tools/write_export_support.py"
     assert {encoding.name for encoding in script.examples(SHAPE, TARGET)} == set(rx.encoding_names())
 
 
@@ -222,7 +219,8 @@ def check_export(path: Path, case: EncodingCase, model_type: str, to: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", few(["yarn", "yarn-options", "linear", "ntk_by_parts", "p_rope", "longrope-row", "logn(ntk)"], 3)
+    "name",
+    few(["yarn", "yarn-options", "linear", "ntk_by_parts", "p_rope", "longrope-static", "logn(ntk)"], 3),
 )
 @pytest.mark.parametrize("model_type", NAMED)
 def test_an_export_reads_in_stock_transformers(tmp_path: Path, model_type: str, name: str) -> None:
@@ -311,10 +309,8 @@ def test_a_refusal_says_what_would_work(tmp_path: Path) -> None:
         RopeExtendError, match=r"logn\(ntk.* scales attention logits .*load it with rope_extend.load"
     ):
         export(directory, tmp_path / "out", "vllm")
-    directory, _ = saved(tmp_path / "row", ROWS["longrope-row"])
-    with pytest.raises(
-        RopeExtendError, match="depends on the length of the text; it can be exported to transformers"
-    ):
+    directory, _ = saved(tmp_path / "glm", ROWS["yarn-turns"], "glm")
+    with pytest.raises(RopeExtendError, match="neighbouring channels; it can be exported to transformers"):
         export(directory, tmp_path / "out", "sglang")
     directory, _ = saved(tmp_path / "yarn", ROWS["yarn"])
     with pytest.raises(RopeExtendError, match=r"convert the weights with its convert_hf_to_gguf.py"):

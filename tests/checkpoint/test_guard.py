@@ -141,15 +141,14 @@ def test_a_config_alone_makes_the_family_s_model(guarded: tuple[Path, torch.Tens
     assert rx.current_patch(LlamaForCausalLM(plain)) is None
 
 
-@pytest.mark.parametrize("per", ["query", "row"])
 @pytest.mark.parametrize("parameters", [{}, {"long_factor": (1.0, *(4.0,) * 7)}], ids=["ntk", "longrope"])
-def test_a_table_for_each_query_is_guarded(tmp_path: Path, per: str, parameters: dict[str, Any]) -> None:
+def test_a_table_for_each_query_is_guarded(tmp_path: Path, parameters: dict[str, Any]) -> None:
     """Stock transformers would use the table of the longest row of a batch."""
     model = llama()
     method = "longrope" if parameters else "dynamic_ntk"
-    rx.patch_model(model, rx.encoding(method, factor=8.0, per=per, **parameters), target_length=TARGET)
+    rx.patch_model(model, rx.encoding(method, factor=8.0, **parameters), target_length=TARGET)
     directory = rx.save(model, tmp_path / "saved")
-    assert (config_of(directory)["model_type"] == MODEL_TYPE) == (per == "query")
+    assert config_of(directory)["model_type"] == MODEL_TYPE
     assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
 
 

@@ -75,17 +75,7 @@ def test_a_directory_gives_every_text_in_it_in_order(load: Load, tmp_path: Path)
     }
     for document in documents:
         assert document.input_ids.dtype == torch.int64
-        assert document.input_ids[0] == BOS
-        assert (document.input_ids[1:] != BOS).all()
-
-
-def test_the_tokens_are_the_tokenizers_own(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("def f():\n\treturn 'é'\n")
-    (document,) = load(tmp_path / "a.txt")
-    assert document.name == "a.txt"
-    assert document.input_ids.tolist() == tokenizer("def f():\n\treturn 'é'\n")["input_ids"]
+        assert (document.input_ids == BOS).nonzero().tolist() == [[0]]
 
 
 def test_files_globs_and_lists_of_them(load: Load, tmp_path: Path) -> None:
@@ -116,7 +106,7 @@ def test_limits(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_no_more_is_tokenised_than_asked_for(
-    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "abc"}) for _ in range(500)))
     seen: list[str] = []
@@ -126,27 +116,15 @@ def test_no_more_is_tokenised_than_asked_for(
         "__call__",
         lambda self, texts, **kw: seen.extend(texts) or encode(self, texts, **kw),
     )
-    assert len(load(tmp_path, max_documents=3)) == 3
-    assert len(seen) == 3
-    seen.clear()
-    assert len(load(tmp_path, max_documents=3)) == 3
-    assert not seen
+    assert len(load(tmp_path, max_documents=3)) == len(seen) == 3
     assert len(load(tmp_path, max_documents=10, min_tokens=4)) == 10
-    assert len(seen) == 10
-
-
-def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    assert lengths(load(tmp_path)) == {"a.txt": 3}
-    (tmp_path / "a.txt").write_text("three")
-    assert lengths(load(tmp_path)) == {"a.txt": 5}
+    assert len(seen) == 3 + 10
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
         ("missing.txt", {}, "no file matches"),
-        ("none/of/*.md", {}, "no file matches"),
         ("x" * 5000 + ".txt", {}, "no file matches"),
         ("~nobody-of-this-name/a.txt", {}, "no file matches"),
         ("pictures", {}, r"holds no file that ends in .*\.txt"),
@@ -155,8 +133,6 @@ def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
         ("library/empty.txt", {}, r"is empty \(1 read\)"),
         ("library", {"min_tokens": 1000}, r"'sub/deeper/stray.md', has 402.* at most 402 tokens"),
         ("library", {"max_documents": 0}, "max_documents must be at least 1"),
-        ("library", {"max_tokens": -1}, "max_tokens must be at least 1"),
-        ("nobody/no-such-dataset", {}, "'owner/name'"),
         ("libary", {}, r"no file matches 'libary' \(relative to .* hub dataset as 'owner/name'"),
         ("library/boks", {}, "no file matches 'library/boks'"),
         (
@@ -213,7 +189,7 @@ def test_blocks_come_from_one_document_each_and_use_nearly_all_text(sizes: list[
     assert made.dropped_documents == sum(size < length for size in sizes)
 
 
-def test_blocks_are_in_order_and_a_long_rest_gets_one_that_overlaps() -> None:
+def test_a_long_rest_gets_a_block_that_overlaps() -> None:
     blocks = cut_blocks([Document("a", torch.arange(35)), Document("b", torch.arange(14))], 10)
     assert [blocks.origin(index) for index in range(len(blocks))] == [
         ("a", 0), ("a", 10), ("a", 20), ("a", 25), ("b", 0),
@@ -227,18 +203,15 @@ def test_share_beyond_counts_positions_inside_the_block() -> None:
         assert made.share_beyond(window) == pytest.approx((positions >= window).float().mean().item())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"length": 65}, r"'b', has 64\. Use a length of 64 or less"),
-        ({"length": 1}, "at least 2 tokens"),
-        ({"length": 16, "documents": []}, "no documents"),
-    ],
-)
-def test_blocks_refuse_what_cannot_work(arguments: dict, message: str) -> None:
+def test_blocks_refuse_what_cannot_work() -> None:
     documents = [Document("a", torch.arange(20)), Document("b", torch.arange(64))]
-    with pytest.raises(RopeExtendError, match=message):
-        cut_blocks(**{"documents": documents, **arguments})
+    for texts, length, message in (
+        (documents, 65, r"'b', has 64\. Use a length of 64 or less"),
+        (documents, 1, "at least 2 tokens"),
+        ([], 16, "no documents"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            cut_blocks(texts, length)
 
 
 @given(st.integers(1, 2**31))

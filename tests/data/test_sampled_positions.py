@@ -21,13 +21,13 @@ from rope_extend import RopeExtendError
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document
 from rope_extend.data.sampled_positions import (
-    CREAM,
     SAMPLERS,
-    PoSE,
     PositionCollator,
     check_meaning,
+    cream,
+    pose,
 )
-from rope_extend.encodings import RopeShape
+from rope_extend.encodings import RopeShape, rotary_method
 from rope_extend.loss import next_token_loss
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.training.finetune import Recipe, finetune
@@ -84,7 +84,7 @@ def test_positions_increase_within_the_window_and_follow_from_seed_and_number(
 @given(window=windows(), seed=st.integers(0, 2**31))
 def test_pose_is_two_chunks_of_which_the_first_stays(window: tuple[int, int], seed: int) -> None:
     length, target = window
-    positions = PoSE().sample(length, target, np.random.default_rng(seed))
+    positions = pose(length, target, np.random.default_rng(seed))
     parts = runs(positions)
     assert len(parts) <= 2
     assert parts[0][0] == 0
@@ -99,7 +99,7 @@ def test_pose_draws_first_chunk_and_skip_evenly() -> None:
     firsts: Counter[int] = Counter()
     skips: Counter[int] = Counter()
     for _ in range(count):
-        positions = PoSE().sample(length, target, generator)
+        positions = pose(length, target, generator)
         skip = int(positions[-1]) - (length - 1)
         skips[skip] += 1
         if skip:
@@ -115,7 +115,7 @@ def test_pose_draws_first_chunk_and_skip_evenly() -> None:
 @given(window=windows(), seed=st.integers(0, 2**31))
 def test_cream_keeps_head_and_tail_and_moves_one_piece_between(window: tuple[int, int], seed: int) -> None:
     length, target = window
-    positions = CREAM().sample(length, target, np.random.default_rng(seed))
+    positions = cream(length, target, np.random.default_rng(seed))
     edges = {length // 3, min(length // 3, int(4 * target / length))}
     assert len(runs(positions)) <= 3
     fits = []
@@ -133,7 +133,7 @@ def test_cream_dwells_on_the_middle_and_draws_its_truncated_normal() -> None:
     generator = np.random.default_rng(1)
     ends = np.array([
         positions[-edge - 1]
-        for positions in (CREAM().sample(length, target, generator) for _ in range(20_000))
+        for positions in (cream(length, target, generator) for _ in range(20_000))
         if positions[edge] != edge and positions[edge - 1] == edge - 1 and positions[-edge] == target - edge
         and positions[edge] - positions[edge - 1] > 1
     ])  # fmt: skip
@@ -172,83 +172,36 @@ def test_stock_training_takes_the_gaps_as_one_text() -> None:
     assert abs(cut.item() - stock.item()) > 1e-4
 
 
-def test_a_stock_trainer_with_lora_takes_the_collator(tmp_path: Path, seen: list[torch.Tensor]) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import Trainer, TrainingArguments
-
-    model = tiny_llama()
-    rx.extend(model, 128)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    made = cut_blocks([Document("a", torch.arange(256))], 32)
-    collator = rx.PositionCollator("pose", 128, seed=2)
-    Trainer(adapted, arguments, train_dataset=made, data_collator=collator).train()
-    expected = [collator.positions(32, number).tolist() for number in range(4)]
-    assert torch.cat(seen).tolist() == expected
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_share_beyond_counts_positions_from_the_window_on(name: str) -> None:
-    assert PositionCollator(name, 64).share_beyond(16, 64, 3) == 48 / 64  # a block as long as the window
-    assert 0 < PositionCollator(name, 256).share_beyond(16, 16, 30) < 1
-
-
-@pytest.mark.parametrize(
-    ("sampler", "length", "message"),
-    [("pose", 1, "blocks of 2 to 64 tokens"), ("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")],
-)
-def test_a_block_that_does_not_fit_is_refused(sampler: str, length: int, message: str) -> None:
-    with pytest.raises(RopeExtendError, match=message):
-        PositionCollator(sampler, 64).positions(length, 0)
-
-
-def test_a_wrong_sampler_is_refused() -> None:
+def test_wrong_samplers_and_blocks_are_refused() -> None:
+    for sampler, length, message in (("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")):
+        with pytest.raises(RopeExtendError, match=message):
+            PositionCollator(sampler, 64).positions(length, 0)
     with pytest.raises(RopeExtendError, match=r"named 'posey'; use one of pose, cream, random"):
         PositionCollator("posey", 64)
-    with pytest.raises(RopeExtendError, match="sigma"):
-        CREAM(sigma=0)
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("method", "parameters", "message"),
     [
-        ("nope", "does not use positions"),
-        ("drope", "does not use positions"),
-        ("logn(yarn)", "number of tokens that a query can see"),
-        ("dynamic_ntk", None),
-        ("short_original(yarn)", None),
-        ("dynamic_yarn", None),
-        ("xpos(yarn)", None),
-        ("longrope", None),
-        ("yarn", None),
-        ("linear", None),
-        ("none", None),
+        ("drope", {}, "does not use positions"),
+        ("logn(yarn)", {}, "number of tokens that a query can see"),
+        ("dynamic_ntk", {}, None),
+        ("short_original(yarn)", {}, None),
+        ("xpos(yarn)", {}, None),
+        ("longrope", {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}, None),
+        ("none", {}, None),
     ],
 )
 def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
-    method: str, message: str | None
+    method: str, parameters: dict[str, Any], message: str | None
 ) -> None:
-    from rope_extend.encodings import rotary_method
-
-    parameters: dict[str, Any] = {"longrope": {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}}
-    encoding = rotary_method(method).for_target(SHAPE, 256, **parameters.get(method, {}))
+    """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
+    encoding = rotary_method(method).for_target(SHAPE, 256, **parameters)
     if message is None:
-        check_meaning(PoSE(), encoding, SHAPE)
+        check_meaning("pose", encoding, SHAPE)
         return
     with pytest.raises(RopeExtendError, match=rf"positions pose cannot be combined with .*{message}"):
-        check_meaning(PoSE(), encoding, SHAPE)
-
-
-def test_a_table_for_the_whole_row_is_refused() -> None:
-    """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
-    from rope_extend.encodings import rotary_method
-
-    per_row = rotary_method("dynamic_ntk").for_target(SHAPE, 256, per="row")
-    with pytest.raises(RopeExtendError, match="with per='query' positions can be sampled"):
-        check_meaning(PoSE(), per_row, SHAPE)
+        check_meaning("pose", encoding, SHAPE)
 
 
 @pytest.fixture

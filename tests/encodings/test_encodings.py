@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -105,8 +105,7 @@ def test_native_rope_parameters_round_trip(case: EncodingCase) -> None:
     again = RopeEncoding.from_rope_parameters(json.loads(json.dumps(parameters)))
     assert again is not None
     if parameters["rope_type"] == made.rope_type:
-        # Stock transformers has no `per`: it always uses the longest row.
-        assert replace(again, per=made.per) == made if hasattr(made, "per") else again == made
+        assert again == made
     elif parameters["rope_type"] == "longrope":
         torch.testing.assert_close(again.inv_freq(SHAPE, 10**6), made.inv_freq(SHAPE), rtol=1e-12, atol=0)
         assert again.attention_factor(SHAPE) == made.attention_factor(SHAPE)
@@ -144,7 +143,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ({"name": "yarn"}, "missing factor"),
     ({"name": "yarn", "factor": 8.0, "beta_fast": 1.0, "beta_slow": 2.0}, "beta_fast must exceed"),
     ({"name": "yarn", "factor": 8.0, "mscale": 1.0}, "only act together"),
-    ({"name": "yarn", "factor": 8.0, "ramp": "log"}, "ramp must be 'index' or 'turns', got 'log'"),
+    ({"name": "yarn", "factor": 8.0, "ramp": "log"}, "ramp must be one of index, turns; got 'log'"),
     ({"name": "yarn", "factor": 8.0, "ramp": "turns", "truncate": False}, "truncate=False has no effect"),
     ({"name": "yarn", "factor": 8.0, "ramp": "turns", "critical": 3}, "leave out ramp='turns' and beta_slow"),
     ({"name": "dynamic_yarn", "beta_fast": 0.5}, "beta_fast must exceed"),
@@ -156,12 +155,11 @@ MISTAKES: list[tuple[Any, str]] = [
         lambda: rotary("longrope", factor=8.0, long_factor=[2.0]).attention_factor(RopeShape(2, 1e4, 1)),
         "trained window of 1 token",
     ),
-    ({"name": "clipped", "channels": True}, "channels must be a whole number .* got True"),
+    ({"name": "clipped", "channels": True}, "channels must be a whole number.* got True"),
     (lambda: rotary("clipped", channels=40).inv_freq(SHAPE), "channels is 40, but .* rotates 32"),
     ({"name": "truncated", "keep_above": 0.1, "between": 0.2}, "must not exceed keep_above"),
     (lambda: rotary("truncated", zero_below=0.1).inv_freq(SHAPE), "must not exceed keep_above"),
     (tokens_of_one, "2 or more tokens"),
-    ({"name": "xpos", "inner": {"name": "dynamic_linear", "per": "row"}}, "give .* per='query'"),
     ({"name": "logn", "inner": "yarn"}, "inner must be a rotary schedule"),
     ({"name": "short_original", "inner": XPOS}, "give a schedule without xpos"),
     ({"name": "short_original", "inner": {"name": "logn", "inner": XPOS}}, "without xpos"),
@@ -171,10 +169,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: RopeShape(8, 1e4, 64.0), "trained_length must be a whole number"),
     (lambda: encoding_class("ntk").for_target(RopeShape(8, 1e4, 64), 128, factor=2.0), "follows from"),
     (lambda: rotary("ntk", factor=2.0).inv_freq(RopeShape(2, 1e4, 64)), "4 or more"),
-    (
-        lambda: rotary("ntk", factor=2.0, critical=32).inv_freq(SHAPE),
-        "0 to 31; the theoretical",
-    ),
+    (lambda: rotary("ntk", factor=2.0, critical=32).inv_freq(SHAPE), "0 to 31; the theoretical"),
     (lambda: rotary("yarn", factor=2.0, critical=1).inv_freq(SHAPE), "critical must be above the pair where"),
 ]
 
@@ -254,7 +249,6 @@ def test_longrope_changes_lists_beyond_exactly_the_trained_length() -> None:
     assert made.start_tokens == 8
     assert made.depends_on_length
     assert made.rotates_in_attention
-    assert not rotary("longrope", factor=16.0, long_factor=[2.0] * 32, per="row").rotates_in_attention
     # The attention factor is not switched with the lists: ln 16 / ln 4096 = 1/3.
     assert made.attention_factor(SHAPE, 100) == made.attention_factor(SHAPE, 65_536)
     assert made.attention_factor(SHAPE) == pytest.approx(math.sqrt(4 / 3), rel=1e-12)
@@ -266,7 +260,7 @@ def test_longrope_reads_phi3() -> None:
     made = RopeEncoding.from_rope_parameters(PHI3, 131_072)
     assert made is not None
     assert made.to_dict() == {
-        "name": "longrope", "factor": 32.0, "start_tokens": 0, "per": "query",
+        "name": "longrope", "factor": 32.0, "start_tokens": 0,
         "long_factor": PHI3["long_factor"], "short_factor": PHI3["short_factor"],
     }  # fmt: skip
     assert made.attention_factor(SHAPE) == pytest.approx(math.sqrt(17 / 12), rel=1e-12)  # ln 32 / ln 4096
@@ -430,7 +424,6 @@ def test_every_method_is_exported_and_its_name_is_known_without_imports() -> Non
         ("longrope", {"long_factor": [2.0] * 32, "short_factor": [2.0] * 32}, ""),
         ("drope", {"coefficient": 0}, ""),
         ("dynamic_ntk", {}, "length of the text"),
-        ("dynamic_ntk", {"per": "row"}, "length of the text"),
         ("short_original(yarn)", {}, "length of the text"),
         ("logn(yarn)", {}, "scales attention logits"),
         ("drope", {}, "scales attention logits"),
@@ -450,9 +443,8 @@ def test_what_one_table_does_not_say(method: str, parameters: dict[str, Any], re
     found = made.beyond_one_table(SHAPE)
     assert reason in found if reason else found == ""
     assert made.scales_by_position(SHAPE) == (method in ("logn(yarn)", "drope") and not parameters)
-    assert made.per_row == (parameters == {"per": "row"})
     turned = ("dynamic_ntk", "short_original(yarn)", "xpos", "self_extend")
-    in_attention = (method in turned and not made.per_row) or "start_tokens" in parameters
+    in_attention = method in turned or "start_tokens" in parameters
     assert getattr(made, "rotates_in_attention", False) == in_attention
 
 

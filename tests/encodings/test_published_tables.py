@@ -40,9 +40,7 @@ def test_the_numbers_are_those_of_the_papers() -> None:
 
 
 def test_extend_takes_names() -> None:
-    encoding = LongRoPE.for_target(
-        LLAMA_2, 131_072, long_factor="ft_la2_128k", short_factor="4k_la2_128k", per="row"
-    )
+    encoding = LongRoPE.for_target(LLAMA_2, 131_072, long_factor="ft_la2_128k", short_factor="4k_la2_128k")
     assert encoding.factor == 32
     assert encoding.long_factor == PUBLISHED_TABLES["ft_la2_128k"].divisors
     assert encoding.short_factor == PUBLISHED_TABLES["4k_la2_128k"].divisors

@@ -122,10 +122,10 @@ def test_load_options_are_those_of_the_settings() -> None:
         ({"protocol": "cropped"}, "protocol 'cropped' needs a window"),
         ({"methods": []}, "nothing to measure, because methods and adapters are both empty"),
         ({"model": "./nowhere"}, "no such directory"),
-        ({"limit_memory": 24}, "limit_memory must be a size with its unit, such as 24GB, or null; got 24"),
+        ({"limit_memory": 24}, "limit_memory must be a size with its unit, such as 24GB; got 24"),
         ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16"),
         ({"device_map": "nearly"}, "device_map must be one of auto"),
-        ({"max_documents": 0}, "max_documents must be a whole number, at least 1"),
+        ({"max_documents": 0}, "max_documents must be null, or a whole number, at least 1"),
     ],
 )
 def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:

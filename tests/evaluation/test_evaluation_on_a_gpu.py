@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cases import tiny_llama
-from logical_devices import LogicalDevices
 from peft import LoraConfig, get_peft_model
 from test_retrieval import TOKENIZER, Oracle, measured
 from transformers import AutoModelForCausalLM
@@ -19,55 +18,28 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError, loss
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan
+from rope_extend.evaluation import chunked_forward, evaluate
 from rope_extend.evaluation.answering import generate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.plan import Budget, Need
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype
 from rope_extend.models.planned_device import planned_for
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A GPU with 80 GB, of which torch holds some."""
+def test_what_torch_keeps_cached_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second plan in one process is that of the first, once what it measured is freed."""
     memory = {"free": 80, "reserved": 0, "allocated": 0}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (memory["free"], 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: memory["reserved"])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: memory["allocated"])
-    return memory
-
-
-def test_what_torch_keeps_cached_is_available(card: dict[str, int]) -> None:
-    """A second plan in one process is that of the first, once what it measured is freed."""
     options = LoadOptions("cuda:0", dtype=torch.bfloat16)
     assert available_memory(options) == 80
-    card.update(free=5, reserved=75, allocated=16)
+    memory.update(free=5, reserved=75, allocated=16)
     assert available_memory(options) == 80 - 16
-    assert available_memory(LoadOptions("cuda:0", dtype=torch.bfloat16, limit_memory=10)) == 10
-
-
-def test_plans_leave_more_free_where_segments_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook that has used CUDA before: gaps between large tensors are lost."""
-    gpu, cpu = (Budget(torch.device(device), 100) for device in ("cuda", "cpu"))
-
-    def fits(budget: Budget, peak: int) -> bool:
-        return budget.fits(Need(weights=0, peak=peak))
-
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert [fits(gpu, 90), fits(gpu, 91), fits(cpu, 95), fits(cpu, 96)] == [True, False, True, False]
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        with monkeypatch.context() as environment:
-            environment.setenv(name, "max_split_size_mb:512,expandable_segments:True")
-            assert [fits(gpu, 95), fits(gpu, 96)] == [True, False]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the run will let them grow
-    assert fits(gpu, 95)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +61,8 @@ def test_memory_runs_out_under_several_names(error: BaseException, expected: boo
     assert is_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
-)
 def test_a_halved_batch_of_prompts_starts_with_free_memory(
-    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the failed call held is freed before the next one. A prompt that never fits is an error."""
     gc.freeze()  # collections then look at this test's own objects
@@ -105,7 +74,7 @@ def test_a_halved_batch_of_prompts_starts_with_free_memory(
         if len(input_ids) > most:
             cache = torch.zeros(3)
             held.append(weakref.ref(cache))
-            raise type(error)(*error.args)  # a new one, so that nobody else keeps its traceback
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
         return original(self, input_ids, **more)
 
     expected = measured(Oracle())
@@ -115,15 +84,6 @@ def test_a_halved_batch_of_prompts_starts_with_free_memory(
     assert "out of memory" in caplog.text
     most = 0
     with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
-        measured(Oracle())
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Oracle, **more: Any) -> Any:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(Oracle, "generate", fail)
-    with pytest.raises(RuntimeError, match="shapes do not match"):
         measured(Oracle())
 
 
@@ -197,23 +157,6 @@ def test_decoding_builds_no_plan_for_each_token(monkeypatch: pytest.MonkeyPatch)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.slow
-def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8)
-    monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)
-    with torch.device("meta"):
-        model = tiny_llama()
-    estimator = forward_plan.ForwardEstimator(model, Budget(torch.device("cpu"), 2**40), weights=0)
-    whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
-    attention = flops.operations_of(model).attention(512)
-    assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
-    yarn = rx.encoding("yarn", factor=4.0)
-    static = (None, yarn, rx.encoding("logn", inner=yarn))
-    others = (rx.encoding("dynamic_ntk", factor=4.0), *map(rx.encoding, ("alibi", "fire", "shaw")))
-    assert [forward_plan._is_chunked(encoding) for encoding in (*static, *others)] == [False] * 3 + [True] * 4
-    assert forward_plan._plan(estimator, [512], None, slower=True).longest.seconds == chunked.seconds
-
-
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 130), ("cuda", 512)])
 def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tiles of 128 rows of a matrix product; and the softmax of a chunk at once, not of 8 tokens."""
@@ -233,25 +176,6 @@ def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch:
         loss.token_losses(states, head, targets, vocabulary=128_256)
     assert loss._tokens_per_chunk(128_256, None, torch.device(device)) == tokens
     assert sizes == [512, 512] if device == "cuda" else max(sizes) == 8
-
-
-def test_the_rates_of_a_gpu_are_those_of_the_functions_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk, or a segment with a table of its own, by flash attention."""
-    calls: list[tuple[int, int]] = []
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        calls.append((query.shape[2], key.shape[2]))
-        return query
-
-    monkeypatch.setattr(flops, "suffix_attention", attend)
-    monkeypatch.setattr(flops, "flash_serves", lambda *states: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(flops.F, "scaled_dot_product_attention", lambda query, *_, **__: query)
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda one, other: one)
-    with LogicalDevices():
-        rates = flops._measured_rates.__wrapped__(64, 4, 16, torch.bfloat16, torch.device("cuda"))
-    assert calls == [(2**14, 5 * 2**14)] * 4
-    assert all(rate > 0 for rate in rates)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

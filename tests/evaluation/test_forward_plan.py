@@ -34,7 +34,7 @@ from rope_extend.encodings import RopeEncoding, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import forward_plan as planning
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
-from rope_extend.evaluation.flops import Rates, measured_rates, operations_of
+from rope_extend.evaluation.flops import Rates, operations_of
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
@@ -66,7 +66,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8, 5e8))
+    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8))
 
 
 def checkpoint(config: PretrainedConfig, directory: Path) -> str:
@@ -164,11 +164,7 @@ def test_the_memory_of_any_encoding_is_estimated(case: Any, tmp_path: Path) -> N
     for chunk in (None, 64):
         found = made(name, [TARGET], encodings=[made_of], chunk=chunk).longest
         with rx.patch_model(model, made_of, target_length=TARGET):
-            if found.strategy == "in one pass" and chunk:
-                with pytest.raises(RopeExtendError, match="without chunk"):
-                    measured(model, TARGET, chunk)
-            else:
-                assert found.total == pytest.approx(measured(model, TARGET, chunk), rel=0.02)
+            assert found.total == pytest.approx(measured(model, TARGET, chunk), rel=0.02)
 
 
 @pytest.mark.slow
@@ -183,26 +179,6 @@ def test_the_encoding_that_needs_most_memory_counts(tmp_path: Path) -> None:
     assert one < other == both
 
 
-def test_one_of_the_encodings_with_equal_memory_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Encodings per query and per row are run separately."""
-    model = checkpoint(SHAPES["llama"], tmp_path)
-    shape = shape_of(CPU.empty(model))
-    tried = []
-
-    def spy(lm: Any, encoding: Any, **options: Any) -> Any:
-        tried.append(str(encoding))
-        return rx.patch_model(lm, encoding, **options)
-
-    monkeypatch.setattr(planning, "patch_model", spy)
-    names = ("linear", "yarn", "dynamic_yarn", "dynamic_ntk")
-    rotary: list[Any] = [rotary_method(name).for_target(shape, 2048) for name in names]
-    by_row = replace(rotary[-1], per="row")
-    made(model, [64], encodings=[None, *rotary, by_row, rx.encoding("alibi")], chunk=64)
-    assert tried == [str(rotary[2]), str(by_row), str(rx.encoding("alibi"))]
-
-
 def test_short_windows_count_as_batches(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
     alone, together = (made(model, [128], batched=batched).longest for batched in (False, True))
@@ -211,15 +187,13 @@ def test_short_windows_count_as_batches(tmp_path: Path) -> None:
 
 
 def test_weights_are_counted_once_and_in_their_dtype(tmp_path: Path) -> None:
+    """A tied head has no parameters of its own."""
     model = checkpoint(SHAPES["large vocabulary"], tmp_path)
     real = AutoModelForCausalLM.from_config(SHAPES["large vocabulary"])
-    floats = sum(
-        parameter.numel() for parameter in real.parameters()
-    )  # a tied head has no parameters of its own
-    assert made(model, [64]).longest.weights == pytest.approx(4 * floats, rel=1e-4)
-    half = made(model, [64], load_options=replace(CPU, dtype=torch.bfloat16))
-    assert half.longest.weights == pytest.approx(2 * floats, rel=1e-4)
-    assert half.longest.peak < made(model, [64]).longest.peak
+    floats = sum(parameter.numel() for parameter in real.parameters())
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        found = made(model, [64], load_options=replace(CPU, dtype=dtype)).longest
+        assert found.weights == pytest.approx(size * floats, rel=1e-4)
 
 
 def test_quantized_weights(tmp_path: Path) -> None:
@@ -245,7 +219,6 @@ def test_operations_are_those_of_the_matrices_and_of_the_unmasked_pairs(tmp_path
     near = sum(min(query + 1, 100) for query in range(tokens))
     attention = 4 * 128 * 2 * (full + near)  # two layers of each kind; products with keys and with values
     found = made(model, [tokens]).longest
-    assert found.flops == pytest.approx(2 * matrices * tokens + attention, rel=1e-3)
     assert found.seconds == pytest.approx(2 * matrices * tokens / 1e9 + attention / 5e8, rel=1e-3)
 
 
@@ -262,40 +235,28 @@ def test_operations_are_those_that_a_run_does(model_type: str) -> None:
     assert operations.linear * tokens + pairs == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-def test_rates_are_measured() -> None:
-    """Any machine does between 10^6 and 10^18 operations per second."""
-    rates = measured_rates(AutoModelForCausalLM.from_config(SHAPES["llama"]), torch.device("cpu"))
-    assert 1e6 < rates.linear < 1e18
-    assert 1e6 < rates.attention < 1e18
-
-
 def test_smaller_chunks_are_planned_if_memory_is_low(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
     whole = made(model, [4096]).longest
     assert whole.chunk_size == 4096
-    less = made(model, [4096], load_options=replace(CPU, limit_memory=int(0.9 * whole.total)))
+    low = replace(CPU, limit_memory=int(0.9 * whole.total))
+    less = made(model, [4096], load_options=low)
     less.check()
-    some = less.longest
-    assert some.chunk_size < 4096
-    assert some.total <= 0.95 * 0.9 * whole.total
-    asked = made(
-        model, [4096], load_options=replace(CPU, limit_memory=int(0.9 * whole.total)), chunk=4096
-    )  # a requested chunk size is not changed
+    assert less.longest.chunk_size < 4096
+    assert less.longest.total <= 0.95 * 0.9 * whole.total
+    asked = made(model, [4096], load_options=low, chunk=4096)  # a requested chunk size is not changed
     assert not asked.budget.fits(asked.longest)
 
 
 @pytest.mark.slow
 def test_a_length_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
-    smallest = made(model, [8192], chunk=256).longest.total
-    how = replace(CPU, limit_memory=int(0.8 * smallest))
+    how = replace(CPU, limit_memory=int(0.8 * made(model, [8192], chunk=256).longest.total))
     found = made(model, [1024, 8192], load_options=how)
     assert [found.budget.fits(one) for one in found.lengths] == [True, False]
     assert found.longest_fit is not None
     assert 1024 <= found.longest_fit < 8192
-    with pytest.raises(
-        RopeExtendError, match=rf"8,192 tokens need about .* up to {found.longest_fit:,} tokens fit"
-    ):
+    with pytest.raises(RopeExtendError, match=rf"8,192 .* up to {found.longest_fit:,} tokens fit"):
         found.check()
     made(model, [found.longest_fit], load_options=how).check()
     with pytest.raises(RopeExtendError):
@@ -331,13 +292,6 @@ def test_a_container_has_less(tmp_path: Path) -> None:
     assert _control_group(tmp_path) == 1000 - 300 + 150
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [-4], [1, 64]])
-def test_a_window_has_at_least_two_tokens(lengths: list[int]) -> None:
-    """The first token is not predicted. This is checked before the checkpoint is looked for."""
-    with pytest.raises(RopeExtendError, match=r"lengths must be one or more|not a length in tokens"):
-        plan_forward("nowhere", lengths, load_options=CPU)
-
-
 def test_a_family_that_needs_values_has_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = next(case for case in FAMILIES if case.model_type == "longcat_flash")
     with caplog.at_level(logging.INFO, "rope_extend"):
@@ -365,25 +319,15 @@ def test_the_command_prints_the_plan_and_does_nothing(
         (tmp_path / name).write_bytes((work / "model" / name).read_bytes())  # without weights
     before = set(tmp_path.iterdir())
     main(shlex.split(f"evaluate {tmp_path} --plan --lengths 64,256 --methods yarn,dynamic_ntk"))
-    out = capsys.readouterr().out
-    assert "weights" in out
-    lines = out.splitlines()[2:]
+    lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[0] for line in lines[:3]] == ["32", "64", "256"]  # 32: the trained window
     assert [line.partition(":")[0].partition(",")[0] for line in lines[3:5]] == ["perplexity", "retrieval"]
-    assert "in one pass" in out
     assert set(tmp_path.iterdir()) == before
-    for arguments, message in (
-        ("--plan --lengths 64k --limit-memory 1MB", "32 tokens need about"),
-        (
-            f"--data {work / 'data'} --output {tmp_path / 'no'} --lengths 64 --limit-memory 100KB",
-            "32 tokens",
-        ),  # its trained window
-        ("--lengths 64", "needs --data and --output"),
-    ):
-        with pytest.raises(SystemExit) as ended:
+    data = f"--data {work / 'data'} --output {tmp_path / 'no'}"
+    for arguments in ("--plan --lengths 64k --limit-memory 1MB", f"{data} --lengths 64 --limit-memory 100KB"):
+        with pytest.raises(SystemExit):
             main(shlex.split(f"evaluate {tmp_path} {arguments}"))
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+        assert "32 tokens need about" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("private_cache")

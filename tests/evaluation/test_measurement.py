@@ -109,7 +109,6 @@ def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[Eval
     [
         {"protocol": "sliding", "stride": 8, "max_tokens": 150},
         {"protocol": "last-k", "last": 8},
-        {"protocol": "all-overlapping", "stride": 16},
     ],
     ids=lambda options: options["protocol"],
 )

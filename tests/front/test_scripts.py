@@ -36,12 +36,14 @@ def test_a_script_is_short_and_uses_public_names_alone(path: Path) -> None:
     assert "import rope_extend." not in text
 
 
-def test_training_replaces_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "said"), [([], "exists"), (["--resume"], "no checkpoint to resume")])
+def test_training_replaces_nothing(flags: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"of another model")
-    command = [sys.executable, *TRAINING, "--steps", "1", "--output", str(tmp_path)]
+    command = [sys.executable, *TRAINING, "--steps", "1", "--output", str(tmp_path), *flags]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 2
-    assert f"{tmp_path} exists" in found.stderr
+    assert found.returncode == 2, found.stderr
+    assert f"{tmp_path} " in found.stderr
+    assert said in found.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 

@@ -53,8 +53,8 @@ def test_links_are_those_of_the_site() -> None:
         "e [f](#here)\n```bash\n[g](../README.md)\n```\n"
     )
     assert site_pages.site_links(
-        "![a](pictures/yarn.svg) [b](../export.md) [c](linear.md#formula)", "docs/methods/yarn.md"
-    ) == ("![a](pictures/yarn.svg) [b](../export.md) [c](linear.md#formula)")
+        "![a](pictures/yarn.svg) [b](../saving.md) [c](linear.md#formula)", "docs/methods/yarn.md"
+    ) == ("![a](pictures/yarn.svg) [b](../saving.md) [c](linear.md#formula)")
     assert site_pages.site_links("[a](docs/choose.md), [b](CONTRIBUTING.md)", "README.md") == (
         "[a](choose.md), [b](contributing.md)"
     )

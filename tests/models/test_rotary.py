@@ -114,19 +114,17 @@ def test_exact_at_two_million_whatever_happens_to_the_model(patched: LlamaForCau
     assert_exact(model, torch.float32, 1e-6)
 
 
-@pytest.mark.parametrize("short", [None, [1.0] * 7 + [1.0 + 1e-7]], ids=["static", "by length"])
-def test_the_first_tokens_of_longrope_keep_their_angles(short: list[float] | None) -> None:
-    """Also if both lists are equal, and one table serves all lengths."""
+def test_the_first_tokens_of_longrope_keep_their_angles() -> None:
+    """Of equal lists, which one table serves; `tests/attention/test_attention.py` has those of two tables."""
     factors = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0]
     encoding = rx.encoding(
         "longrope",
         factor=FACTOR,
         long_factor=factors,
-        short_factor=short or factors,
+        short_factor=factors,
         start_tokens=50,
-        per="row",
     )
-    assert encoding.depends_on_length is (short is not None)
+    assert not encoding.depends_on_length
     assert isinstance(encoding, RopeEncoding)
     module = ExtendedRotaryEmbedding(
         encoding, RopeShape(16, 10_000.0, TRAINED), RotarySlot(llama().config, 8)
@@ -141,14 +139,13 @@ def test_the_first_tokens_of_longrope_keep_their_angles(short: list[float] | Non
     torch.testing.assert_close(sin[..., :8].double(), angles.sin() * scale, rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("per", ["row", "query"])
-def test_positions_with_parts_need_one_table(per: str) -> None:
+def test_positions_with_parts_need_one_table() -> None:
     """Images have a height and a width. Equal parts are one position."""
     model = tiny_model(FamilyCase("qwen3_5_text", SECTIONS))
     text = torch.arange(20).expand(3, 1, 20)
     image = text.clone()
     image[1, :, 5:15] = 5 + torch.arange(10) // 5
-    with rx.patch_model(model, rx.encoding("dynamic_linear", per=per), target_length=TARGET):
+    with rx.patch_model(model, rx.encoding("dynamic_linear"), target_length=TARGET):
         module = rotary(model)
         cos, _ = module(torch.zeros(1, 20, 1), text)
         assert torch.equal(cos, module(torch.zeros(1, 20, 1), text[0])[0])
@@ -189,20 +186,6 @@ def test_positions_with_parts_are_exact_or_refused_by_name(case: EncodingCase | 
     rotary_of_stock.attention_scaling = encoding.attention_factor(shape)
     assert_same_but_rounding(actual, stock(ids, position_ids=image, use_cache=False).logits)
     assert not torch.allclose(actual, equal_parts, atol=0.01) or case.name == "nope"
-
-
-def test_a_long_row_does_not_change_a_short_one() -> None:
-    """The length of a row is that of its own positions, not of the longest row in the batch."""
-    model = llama()
-    with rx.patch_model(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row"), target_length=TARGET):
-        module, states = rotary(model), torch.zeros(2, 20, 1)
-        short, long = torch.arange(20), torch.arange(TARGET - 20, TARGET)
-        long[0] = 0
-        together = module(states, torch.stack([short, long]))
-        for row, positions in enumerate((short, long)):
-            alone = module(states[:1], positions[None])
-            assert torch.equal(together[0][row], alone[0][0])
-            assert torch.equal(together[1][row], alone[1][0])
 
 
 def test_a_copy_owns_its_patch(patched: LlamaForCausalLM) -> None:

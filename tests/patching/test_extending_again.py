@@ -235,7 +235,12 @@ def test_the_window_now_is_the_larger_one_of_the_config() -> None:
         (TARGET, "alibi", {}, r"keeps the rotation that the model has, and alibi replaces it"),
         (TARGET, "nope", {}, r"keeps the rotation that the model has, and nope replaces it"),
         (TARGET, "yarn", {"short": "original"}, r"leave one of the two out"),
-        (TARGET, "yarn", {"current_length": 0}, r"current_length must be a whole number of tokens from 1"),
+        (
+            TARGET,
+            "yarn",
+            {"current_length": 0},
+            r"current_length must be a whole number of tokens, at least 1",
+        ),
         (TARGET, "yarn", {"current_length": 16}, r"current_length is 16, less than the 32 tokens"),
         (TARGET, "yarn", {"start": "now"}, r"start must be 'pretrained' or 'current', got 'now'"),
         (TARGET, "yarn", {"start": "pretrained", "current_length": 64}, r"leave current_length out"),

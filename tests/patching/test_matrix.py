@@ -347,8 +347,7 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
         assert parameters.get("factor", 1.0) == 1.0
         assert config.max_position_embeddings == TRAINED
     else:
-        # Stock transformers goes by the longest row, as `per="row"` does. `per="query"` is the same within
-        # the trained window, and goes by the length at each query beyond it.
+        # Beyond the trained window, stock transformers goes by the longest row, and we by each query.
         same = TRAINED if patch.encoding.rotates_in_attention else LENGTH
         read = logits(stock, input_ids[:, :same])
         assert_same_but_rounding(read, expected[:, :same])

@@ -323,8 +323,6 @@ def test_length_groups() -> None:
         assert length_groups(model, lengths) == [[16, 32, 64, 128]]
     with rx.extend(model, TARGET, "dynamic_ntk"):  # each query uses its own length, so one pass serves all
         assert length_groups(model, lengths) == [[16, 32, 64, 128]]
-    with rx.extend(model, TARGET, "dynamic_ntk", per="row"):
-        assert length_groups(model, lengths) == [[16, 32], [64], [128]]
     stock = llama(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0})
     assert length_groups(stock, lengths) == [[16, 32], [64], [128]]
     longrope = llama(rope_parameters=dict(ALREADY_SCALED["longrope"]), max_position_embeddings=4 * TRAINED)

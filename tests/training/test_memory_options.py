@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
-from rope_extend.memory.budget import expand_segments, segments_are_fixed
+from rope_extend.memory.budget import expand_segments
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.training import memory_options as options_module
 from rope_extend.training.memory_options import (
@@ -402,5 +402,3 @@ def test_both_variables_of_segments_are_honoured(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     expand_segments()
     assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert segments_are_fixed() == (after is None and cuda == "max_split_size_mb:64")

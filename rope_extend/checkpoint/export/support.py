@@ -82,14 +82,13 @@ def support(
     if isinstance(encoding, DualChunk) and engine.dual_chunk:
         length = target_length or encoding.target_length(shape) or shape.trained_length
         return _dual_chunk(encoding, shape, target, model_type, length)
-    obstacle = encoding.beyond_one_table(shape)
-    if obstacle and not (engine.reads == "stock" and encoding.per_row):
+    if obstacle := encoding.beyond_one_table(shape):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length
     adapter = find_adapter(model_type) if model_type else None
     if engine.reads == "stock":
-        return _in_stock(encoding, shape, length, adapter, obstacle)
+        return _in_stock(encoding, shape, length, adapter)
     if adapter is not None and (adapter.layer_types or adapter.config_path):
         return _refused(target, _UNKNOWN)
     if engine.reads == "gguf":
@@ -126,20 +125,17 @@ def _own_type(
 
 
 def _in_stock(
-    encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None, obstacle: str
+    encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None
 ) -> Support:
     """The config of stock transformers.
 
-    `modeling_rope_utils.py`: `longrope` takes any list of divisors and an `attention_factor`. It chooses the
-    list by the longest row of a batch; `dynamic` chooses its base in the same way.
+    `modeling_rope_utils.py`: `longrope` takes any list of divisors and an `attention_factor`.
     """
     window = encoding.max_position_embeddings(shape, length)
     if form := _own_type(encoding, shape, adapter):
-        found = _native("transformers", form, window)
-        caveat = ", by the longest row of a batch; beyond the trained window with use_cache=False"
-        return Support(found.target, NATIVE, found.reason + caveat, found.form) if obstacle else found
-    if obstacle or (adapter and not adapter.accepts("longrope")):
-        return _refused("transformers", obstacle or _NO_LONGROPE)
+        return _native("transformers", form, window)
+    if adapter and not adapter.accepts("longrope"):
+        return _refused("transformers", _NO_LONGROPE)
     form = {**encoding.longrope_parameters(shape), "factor": 1.0}
     return _in_keys("transformers", FACTORS, "as longrope with equal lists", form, window)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rope_extend.encodings.core.encoding import Encoding
-from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 
 LearnedValues = Mapping[str, Tensor]
@@ -40,29 +39,6 @@ class BiasEncoding(Encoding):
         return None
 
 
-class RelativeEncoding(BiasEncoding):
-    """A bias that depends on the query: its product with a vector for each range of distances.
-
-    The logits are `scale * query . (key + vector)`.
-    """
-
-    @abstractmethod
-    def ranges(self, distance: Tensor) -> Tensor:
-        """The range of each distance, int64 `[...]`, for whole tokens `[...]` from 0."""
-
-    @abstractmethod
-    def key_vectors(self, learned: LearnedValues) -> Tensor:
-        """The vectors added to keys, `[ranges, head_dim]`; the same for all heads."""
-
-    def value_vectors(self, learned: LearnedValues) -> Tensor | None:
-        """The vectors added to values, `[ranges, value_dim]`; None if nothing is added."""
-        return None
-
-    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
-        """Not available: the bias depends on the content of the query, not only on its position."""
-        raise NotImplementedError
-
-
 class AbsoluteEncoding(Encoding):
     """Vectors added to the token embeddings, by position; queries and keys are not rotated."""
 
@@ -79,16 +55,3 @@ class AbsoluteEncoding(Encoding):
         Raises:
             RopeExtendError: the encoding has no vector for a position.
         """
-
-
-class KernelEncoding(Encoding):
-    """Attention by a feature map instead of softmax, in time linear in the length."""
-
-    replaces_rotation = True
-
-    inner: RopeEncoding
-    """The static rotary schedule of the features."""
-
-    @abstractmethod
-    def features(self, states: Tensor) -> Tensor:
-        """Feature map of queries or keys, `[..., head_dim]` to `[..., features]`, positive."""

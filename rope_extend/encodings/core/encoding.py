@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import Checked, check_length, short_text
-from rope_extend.encodings.core.shapes import ModelShape, RopeShape
+from rope_extend.checks import Checked
+from rope_extend.encodings.core.shapes import ModelShape, RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.method_names import encoding_file, unknown_method
@@ -40,8 +40,6 @@ class Encoding(Checked, ABC):
     """Whether the model's RoPE is gone, so that a pretrained model has to be fine-tuned for longer."""
     depends_on_length: bool = False
     """Whether the encoding of a token changes with the length of its text, as in dynamic NTK."""
-    per_row: bool = False
-    """Whether every token of a row is encoded by the row's whole length, later tokens included."""
     per_layer: bool = False
     """Whether each layer has its own learned parameters, if the encoding learns any."""
     remaps: ClassVar[bool] = False
@@ -142,7 +140,7 @@ class Encoding(Checked, ABC):
     def _changed_parameters(self) -> list[str]:
         """`name=value` of the parameters that differ from the defaults, without an inner schedule."""
         return [
-            f"{field.name}={short_text(value)}"
+            f"{field.name}={_short_text(value)}"
             for field in self._fields()
             if field.name != "inner" and (value := getattr(self, field.name)) != field.default
         ]
@@ -179,6 +177,15 @@ class Encoding(Checked, ABC):
         # Never a path: a record that names one must not make us read that file.
         parameters = {key: value for key, value in data.items() if key != "name"}
         return encoding_class(data["name"]).make(parameters)
+
+
+def _short_text(value: object) -> str:
+    """A parameter for logs and legends: rounded numbers, and only the ends of a long list."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple) and len(value) > 4:
+        return f"({_short_text(value[0])} .. {_short_text(value[-1])})"
+    return str(value)
 
 
 def encoding_classes() -> dict[str, type[Encoding]]:

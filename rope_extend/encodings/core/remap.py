@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import checked
+from rope_extend.checks import checked
 from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -68,10 +68,6 @@ class Bands:
         """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
         return highest - lowest < self.window
 
-    def widest(self, length: int) -> list[tuple[int, int]]:
-        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
-        return [(length - 1, 0), (length - 1, max(0, length - self.window))]
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -86,10 +82,6 @@ class Chunks:
     def is_plain(self, lowest: int, highest: int) -> bool:
         """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
         return highest // self.size == lowest // self.size
-
-    def widest(self, length: int) -> list[tuple[int, int]]:
-        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
-        return [(min(length, each) - 1, 0) for each in (self.size, 2 * self.size, length)]
 
 
 @dataclass(frozen=True)
@@ -107,10 +99,6 @@ class StartAndWindow:
     def is_plain(self, lowest: int, highest: int) -> bool:
         """Whether all pairs of positions from `lowest` to `highest` keep their own distance."""
         return highest - lowest < self.window
-
-    def widest(self, length: int) -> list[tuple[int, int]]:
-        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
-        return [(length - 1, 0), (length - 1, max(0, length - self.window))]
 
 
 Borders = Bands | Chunks | StartAndWindow
@@ -162,16 +150,14 @@ class RemapEncoding(RopeEncoding):
                 )
         reach = self._reach(shape)
         if reach is not None and reach < target_length:
-            nearest = self._nearest(trained, target_length)
-            raise RopeExtendError(f"{self} reaches {reach} tokens, not {target_length}; use {nearest}")
+            raise RopeExtendError(
+                f"{self} reaches {reach} tokens, not {target_length}; leave its parameters out, which then "
+                f"follow from the target, or use self_extend, rerope, jet_long or dual_chunk"
+            )
 
     def _reach(self, shape: RopeShape) -> int | None:
         """The longest text that the method is good for; None if there is no limit."""
         return self.target_length(shape)
-
-    def _nearest(self, trained: int, target: int) -> str:
-        """What reaches a target that these parameters do not reach, for an error."""
-        return "a shorter target"
 
     rotates_in_attention = True
 
@@ -201,9 +187,9 @@ class RemapEncoding(RopeEncoding):
         return self.borders.is_plain(lowest, highest)
 
     def largest_distance(self, shape: RopeShape, length: int) -> float:
-        """The largest distance that is given to a pair in a text of `length` tokens."""
-        queries, keys = torch.tensor(self.borders.widest(length), device="cpu").T
-        return float(self.distance(shape, queries, keys).nan_to_num(0).max())
+        """The largest distance that is given to a pair of the last token in a text of `length` tokens."""
+        keys = torch.arange(length, device="cpu")
+        return float(self.distance(shape, keys[-1:], keys).nan_to_num(0).max())
 
     def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
@@ -225,7 +211,7 @@ class RemapEncoding(RopeEncoding):
         query, key = query.expand(both), key.expand(both)
         region, lengths = self.borders.region(query, key), self.table_length(shape, query + 1)
         given = torch.full(both, math.nan, dtype=torch.float64, device=query.device)
-        for length in sorted(set(lengths.flatten().tolist())):
+        for length in torch.unique(lengths).tolist():
             for index, each in enumerate(self.regions(shape, length)):
                 here = (region == index) & (lengths == length)
                 given[here] = each.query(query[here].double()) - each.key(key[here].double())

@@ -11,10 +11,13 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, choice, number
+from rope_extend.checks import number
 from rope_extend.encodings.core.encoding import Encoding, encoding_classes
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, RopeShape
 from rope_extend.errors import RopeExtendError
+
+FINEST_STEP = 1 / 1024
+"""The smallest `step` of a growing schedule, except 0."""
 
 
 class RopeEncoding(Encoding):
@@ -32,7 +35,7 @@ class RopeEncoding(Encoding):
     @property
     def rotates_in_attention(self) -> bool:
         """Whether the model rotates by plain RoPE, and attention turns on to the table of a query."""
-        return self.depends_on_length and not self.per_row
+        return self.depends_on_length
 
     def beyond_one_table(self, shape: RopeShape) -> str:
         """Why one table of frequencies and one attention factor are not the whole schedule; empty if so."""
@@ -67,9 +70,11 @@ class RopeEncoding(Encoding):
 
         `lengths` `[...]` is the number of tokens up to and including each query. Each result depends on its
         own element alone: lengths of later queries are asked for in advance. Queries with equal results share
-        one table, and keys are rotated once for each table.
+        one table, and keys are rotated once for each table. Here: two tables if it depends on the length, one
+        up to and including the trained length, and one beyond.
         """
-        return torch.full_like(lengths, shape.trained_length)
+        beyond = (lengths > shape.trained_length) if self.depends_on_length else torch.zeros_like(lengths)
+        return shape.trained_length + beyond.to(torch.int64)
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The factor on a query's logits, in addition to the attention factor; None for 1.
@@ -204,61 +209,21 @@ class ScaledRope(RopeEncoding):
         return cls.make({"factor": target_length / shape.trained_length, **parameters})
 
 
-def two_tables(shape: RopeShape, lengths: Tensor) -> Tensor:
-    """Lengths that set two tables: one up to and including the trained length, and one beyond."""
-    return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
-
-
 @dataclass(frozen=True, kw_only=True)
-class LengthDependent(RopeEncoding):
-    """A rotary schedule whose table changes with the length of the text.
+class GrowingRope(RopeEncoding):
+    """A rotary schedule whose table keeps changing with the length of the text beyond the trained window.
 
-    The papers give a table for a text of l tokens. They do not say which length counts while a model reads
-    on. There are two answers:
-
-    `per="query"` (default): the table of a query, and of its keys, is that of the text up to this query.
-    The encoding of a token then never depends on later tokens, so one forward, a prefill in chunks and
-    decoding with a cache agree exactly.
-
-    `per="row"`: every token of a row uses the table of the row's whole length, as published figures were
-    measured. Each new token then changes all earlier results, so no cache can be used: decoding beyond
-    the trained window is refused unless `use_cache=False`.
+    The table of a query, and of its keys, is that of the text up to this query. The encoding of a token then
+    never depends on later tokens, so one forward, a prefill in chunks and decoding with a cache agree.
 
     Attributes:
-        per: which length sets the table, `query` or `row`.
-    """
-
-    per: Annotated[str, choice("query", "row")] = "query"
-
-    depends_on_length = True
-
-    @property
-    def per_row(self) -> bool:  # type: ignore[override]
-        """Whether `per` is `row`."""
-        return self.per == "row"
-
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """Two tables: one up to and including the trained length, and one beyond."""
-        return two_tables(shape, lengths)
-
-    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
-        values = super().rope_parameters(shape)
-        return {key: value for key, value in values.items() if key not in ("per", "step")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowingRope(LengthDependent):
-    """A rotary schedule whose table keeps changing with the length beyond the trained window.
-
-    Attributes:
-        per: which length sets the table, `query` or `row`.
-        step: with `per="query"`, the relative growth of the text from one table to the next. All texts
-            between two tables use that of the longest. 0 computes a table, and rotates all keys, for
-            every token.
+        step: the relative growth of the text from one table to the next. All texts between two tables use
+            that of the longest. 0 computes a table, and rotates all keys, for every token.
     """
 
     step: Annotated[float, number(0, 1)] = 1 / 16
+
+    depends_on_length = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,6 +232,10 @@ class GrowingRope(LengthDependent):
                 f"{self.name}: step must be 0 (a table for each token) or at least {FINEST_STEP}, "
                 f"got {self.step!r}"
             )
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """None: it adapts to any length."""
+        return None
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """The trained length within it; beyond, the longest text of the step that a length falls into."""
@@ -277,6 +246,10 @@ class GrowingRope(LengthDependent):
             ends.append(max(ends[-1] + 1, int(ends[-1] * (1 + self.step))))
         table = torch.tensor(ends, device=lengths.device)
         return table[torch.searchsorted(table, lengths.contiguous())]
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
+        return {key: value for key, value in super().rope_parameters(shape).items() if key != "step"}
 
 
 def inner_schedule(outer: Any, field: str = "inner", *, may_remap: bool = False) -> RopeEncoding:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import (
-    MAX_DIM,
-    MAX_LENGTH,
-    ZERO_FREQUENCY,
-    Checked,
-    check_length,
-    check_number,
-    number,
-    whole,
-)
+from rope_extend.checks import Checked, number, whole
 from rope_extend.errors import RopeExtendError
+
+MAX_FACTOR = 65_536.0
+"""The largest extension factor that is accepted: 256 tokens to 16M. A larger one is a typing mistake."""
+MAX_LENGTH = 2**40
+"""The longest window that is accepted, in tokens."""
+MAX_DIM = 2**16
+"""The most rotated channels per head that are accepted: tables are half as long."""
+ZERO_FREQUENCY = 1e-20
+"""Radians per token. A channel pair below this frequency does not rotate."""
+ZERO_FREQUENCY_DIVISOR = 1e28
+"""The divisor that stands for frequency zero in `longrope` lists. No position makes the angle visible."""
+check_length: Callable[[str, str, object], int] = whole(1, MAX_LENGTH, " of tokens")
+"""Lengths of texts and windows."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class ExtendedShape(RopeShape):
                 f"{len(self.table)}"
             )
         for pair, frequency in enumerate(self.table):
-            check_number("ExtendedShape", f"table[{pair}]", frequency, minimum=0)
+            number(0)("ExtendedShape", f"table[{pair}]", frequency)
 
     def inv_freq(self, theta: float | None = None) -> Tensor:
         """The present table; with another base, each pair slowed as that base slows it in plain RoPE.

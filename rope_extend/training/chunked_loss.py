@@ -1,0 +1,124 @@
+"""The loss without the logits for any trainer: `model(input_ids, labels=...)` computes it in chunks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED, causal_lm, decoder_name, mean_loss
+
+_NO_PART_OF_THE_LOSS = ("output_attentions", "output_hidden_states", "logits_to_keep")
+
+
+def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> ChunkedLoss:
+    """Let `model(input_ids, labels=...)` return its loss without holding the logits of all tokens.
+
+    For transformers' `Trainer`, trainers built on it, and loops of your own: loss and gradients are those of
+    the model's own forward to rounding, and `logits` of the output is None. Without labels, as in
+    `generate`, the model's own forward runs. `remove()`, or the end of a `with` block, undoes it.
+
+    Args:
+        model: a causal language model of transformers, extended or not, with or without PEFT.
+        chunk_bytes: size of the float32 logits of one chunk, in bytes; by default 256 MiB, and 64 MiB on a
+            CPU. The peak is about two and a half times as much.
+
+    Raises:
+        RopeExtendError: the model is not a causal language model, its loss is not the cross-entropy of the
+            next token, or has the router loss of a mixture of experts added; or it has this loss already.
+    """
+    lm = causal_lm(model)
+    if getattr(vars(lm).get("forward"), "chunks_loss", False):
+        raise RopeExtendError("chunked_loss: the model has this loss already; remove() it, or keep it")
+    if lm.loss_function is not ForCausalLMLoss:
+        raise RopeExtendError(
+            f"chunked_loss computes the cross-entropy of the next token, but {type(lm).__name__} has a loss "
+            f"of its own, {getattr(lm.loss_function, '__name__', lm.loss_function)}; train it with that"
+        )
+    _check_router(getattr(lm.config.get_text_config(), "output_router_logits", False))
+    return ChunkedLoss(lm, chunk_bytes)
+
+
+class ChunkedLoss:
+    """The change that `chunked_loss` made; also a context manager that undoes it.
+
+    Attributes:
+        model: the causal language model, without PEFT around it.
+        active: whether the loss is computed in chunks.
+    """
+
+    def __init__(self, lm: Any, chunk_bytes: int | None) -> None:
+        self.model, self.active = lm, True
+        self._before = vars(lm).get("forward")  # of another wrapper
+        self._forward = lm.forward = MethodType(_forward(self, chunk_bytes), lm)
+
+    def remove(self) -> None:
+        """Give the model its own forward back. Removing twice does nothing."""
+        self.active = False
+        if vars(self.model).get("forward") is not self._forward:
+            return  # a later wrapper, such as accelerate's, still calls it; it passes everything on now
+        if self._before is None:
+            del self.model.forward
+        else:
+            self.model.forward = self._before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"ChunkedLoss({type(self.model).__name__}, {'active' if self.active else 'removed'})"
+
+
+def _forward(handle: ChunkedLoss, chunk_bytes: int | None) -> Callable[..., Any]:
+    """A forward with the loss in chunks: a function of the model, so that a copy calls the copy."""
+    stock = type(handle.model).forward
+    before = handle._before
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)  # trainers choose the columns of a dataset by its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        inputs = {**given, **given.pop("kwargs", {})}
+        labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+        unscored = labels is None and shift_labels is None
+        if not handle.active or unscored or inputs.get("fused_lm_head"):  # TRL's own loss without logits
+            return stock(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+        del inputs["self"]
+        if wanted := [name for name in _NO_PART_OF_THE_LOSS if inputs.pop(name, None)]:
+            raise RopeExtendError(
+                f"chunked_loss computes the loss alone, but {', '.join(wanted)} was asked for; call the "
+                "model without labels for it, or remove() the chunked loss"
+            )
+        _check_router(inputs.get("output_router_logits"))
+        items, as_dict = inputs.pop("num_items_in_batch", None), inputs.pop("return_dict", None)
+        decoder = self._modules[decoder_name(self)]
+        hidden = decoder(**inputs, return_dict=True).last_hidden_state
+        if shift_labels is None:
+            # Position t predicts token t + 1; the last position has nothing to predict.
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        loss = mean_loss(self, hidden, shift_labels, items, chunk_bytes)
+        return CausalLMOutputWithPast(loss=loss) if as_dict is not False else (loss,)
+
+    forward.chunks_loss = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _check_router(wanted: object) -> None:
+    if wanted:
+        raise RopeExtendError(
+            "chunked_loss has no router loss, which output_router_logits adds; set "
+            "config.output_router_logits to False, or train with the model's own loss"
+        )

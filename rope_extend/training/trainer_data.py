@@ -1,0 +1,99 @@
+"""Blocks of documents for any trainer: a dataset without state, indexed by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rope_extend.data.blocks import Blocks, cut_blocks
+from rope_extend.data.choices import RESTART
+from rope_extend.data.documents import Document
+from rope_extend.data.packing import PackedBlocks, check_packing, packed_blocks
+from rope_extend.data.sampled_positions import PositionCollator, check_meaning
+from rope_extend.errors import RopeExtendError
+from rope_extend.patching import current_patch
+from rope_extend.training.model_checks import check_sampled
+from rope_extend.units import parse_length
+
+Item = dict[str, torch.Tensor]
+
+
+def blocks(
+    documents: Sequence[Document],
+    length: int | str,
+    *,
+    packing: bool = False,
+    positions: str | None = None,
+    model: torch.nn.Module | None = None,
+    seed: int = 0,
+) -> TrainerBlocks:
+    """Cut documents into blocks of `length` tokens, for `Trainer`, trainers built on it, and your own loop.
+
+    Items have `input_ids`, `labels`, and `attention_mask` or `position_ids`, int64 `[length]`. Labels are not
+    shifted. Block number n is the same in every process and after every resume.
+
+    Args:
+        documents: from `load_documents`.
+        length: tokens per block, at least 2; `"32k"` works too.
+        packing: concatenate documents of any length. `position_ids` restart in each, and so transformers
+            keeps them apart if it has no cache: `Trainer` has none, a loop of your own gives
+            `use_cache=False`. Otherwise each block is from one document, and shorter ones are dropped.
+        positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
+            `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
+            ones.
+        model: the extended model; needed for `packing` and `positions`, to which not every method and family
+            is suited.
+        seed: seed of the positions.
+
+    Raises:
+        RopeExtendError: texts that are too short, packing together with positions, either without a model, or
+            a model to which they are not suited.
+    """
+    length = parse_length(length)
+    if not packing and positions is None:
+        return TrainerBlocks(cut_blocks(documents, length))
+    if packing and positions is not None:
+        raise RopeExtendError(
+            f"blocks: packing and positions={positions!r} cannot be combined, because both choose "
+            "position_ids; leave one of them out"
+        )
+    patch = None if model is None else current_patch(model)
+    if model is None or patch is None:
+        name = "packing" if packing else "positions"
+        raise RopeExtendError(
+            f"blocks: {name} needs the extended model, because some methods are not suited to it; call "
+            "rope_extend.extend(model, ...) first, and give model=model"
+        )
+    if positions is None:
+        check_packing(RESTART, patch.encoding, patch.shape, model.config)
+        return TrainerBlocks(packed_blocks(documents, length, restarts=True))
+    collator = PositionCollator(positions, patch.target_length, seed=seed)
+    check_meaning(collator.sampler, patch.encoding, patch.shape)
+    check_sampled(positions, patch.target_length, model)
+    collator.positions(length, 0)  # refuses a block that is too short, or longer than the window
+    return TrainerBlocks(cut_blocks(documents, length), collator)
+
+
+class TrainerBlocks(torch.utils.data.Dataset[Item]):
+    """What `blocks` returns."""
+
+    def __init__(self, parts: Blocks | PackedBlocks, collator: PositionCollator | None = None) -> None:
+        self._parts, self._collator = parts, collator
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> Item:
+        number = range(len(self))[index]
+        item = dict(self._parts[number])
+        if "document_positions" in item:
+            return {**item, "position_ids": item.pop("document_positions")}
+        if self._collator is not None:
+            item["position_ids"] = torch.from_numpy(self._collator.positions(len(item["input_ids"]), number))
+        # Without the mask, transformers would take a gap in the positions for the start of another text.
+        return {**item, "attention_mask": torch.ones_like(item["input_ids"])}
+
+    def __repr__(self) -> str:
+        sampled = "" if self._collator is None else f" at positions {self._collator.sampler}"
+        return f"{self._parts!r}{sampled}"

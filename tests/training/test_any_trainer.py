@@ -1,0 +1,315 @@
+"""Long windows under transformers' Trainer and loops of one's own: blocks, and the loss without logits."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from cases import llama
+from peft import LoraConfig, get_peft_model
+from runs import tokenizer_of, weights
+from several_processes import launch
+from test_loss import FAMILIES, IGNORED, VOCABULARY, batch, gradients, tiny
+from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
+from torch.utils.data import SequentialSampler
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from trl import SFTConfig, SFTTrainer
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import dry_run_attention
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.training_data import load_training_data
+
+IDS, LABELS = batch()
+SMALL = 4 * VOCABULARY * 3
+"""Bytes of a chunk of three tokens."""
+INPUTS = {
+    "plain": {"labels": LABELS},
+    "padded": {"labels": LABELS, "attention_mask": (torch.arange(23) > torch.tensor([[2], [0]])).long()},
+    "packed": {
+        "labels": LABELS,
+        "position_ids": torch.cat([torch.arange(9), torch.arange(14)])[None],
+        "use_cache": False,
+    },
+    "accumulated": {"labels": LABELS, "num_items_in_batch": torch.tensor(70)},
+    "shifted": {"labels": LABELS, "shift_labels": LABELS.roll(3, 1)},
+    "a tuple": {"labels": LABELS, "return_dict": False},
+    "nothing to predict": {"labels": torch.full_like(IDS, IGNORED), "num_items_in_batch": 5},
+}
+
+
+def step(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a training step; the first row alone if its positions are packed."""
+    model.zero_grad(set_to_none=True)
+    rows = slice(0, 1) if "position_ids" in inputs else slice(None)
+    inputs = {name: value[rows] if getattr(value, "ndim", 0) else value for name, value in inputs.items()}
+    loss: torch.Tensor = model(IDS[rows], **inputs)[0]
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def assert_same_step(model: Any, inputs: dict[str, Any]) -> None:
+    expected, stock = step(model, inputs)
+    with rx.chunked_loss(model, chunk_bytes=SMALL):
+        loss, found = step(model, inputs)
+    assert loss.dtype == expected.dtype == torch.float32
+    assert_same_but_rounding(loss, expected)
+    assert found.keys() == stock.keys()
+    for name, value in stock.items():
+        assert_same_but_rounding(found[name], value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_each_family(family: str) -> None:
+    assert_same_step(tiny(family).train(), INPUTS["plain"])
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_loss_and_gradients_are_those_of_the_models_own_forward(inputs: dict[str, Any]) -> None:
+    model = tiny("llama", attn_implementation="sdpa")
+    rx.extend(model, 512, "yarn")
+    adapter = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    assert_same_step(adapter, inputs)
+
+
+def test_it_is_undone_and_copies_are_their_own() -> None:
+    model = tiny("llama")
+    own = inspect.signature(model.forward)
+    handle = rx.chunked_loss(model)
+    assert inspect.signature(model.forward) == own  # trainers choose columns by it
+    with pytest.raises(RopeExtendError, match="this loss already"):
+        rx.chunked_loss(model)
+    twin = deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()
+    assert twin(IDS, labels=LABELS).logits is None
+    assert not torch.equal(twin(IDS, labels=LABELS).loss, model(IDS, labels=LABELS).loss)
+    assert torch.equal(model(IDS).logits, tiny("llama")(IDS).logits)
+    handle.remove()
+    handle.remove()
+    assert "forward" not in vars(model)
+    assert model(IDS, labels=LABELS).logits is not None
+
+
+def test_a_wrapper_around_it_still_works_after_it_is_removed() -> None:
+    """accelerate wraps the forward of the instance, and leaves its wrapper there."""
+    model = tiny("llama")
+    with rx.chunked_loss(model):
+        inner = model.forward
+        model.forward = lambda *args, **options: inner(*args, **options)
+        assert model(IDS, labels=LABELS).logits is None
+    assert model(IDS, labels=LABELS).logits is not None
+
+
+def test_what_it_cannot_compute_is_refused() -> None:
+    model = tiny("llama")
+    with rx.chunked_loss(model), pytest.raises(RopeExtendError, match="output_hidden_states was asked for"):
+        model(IDS, labels=LABELS, output_hidden_states=True)
+    with rx.chunked_loss(tiny("llama4_text")) as handle, pytest.raises(RopeExtendError, match="router loss"):
+        handle.model(IDS, labels=LABELS, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(RopeExtendError, match="output_router_logits"):
+        rx.chunked_loss(model)
+    other = tiny("llama")
+    other.loss_function = lambda logits, labels, **_: logits.sum()
+    with pytest.raises(RopeExtendError, match="a loss of its own"):
+        rx.chunked_loss(other)
+    with pytest.raises(RopeExtendError, match="got Linear"):
+        rx.chunked_loss(torch.nn.Linear(2, 2))
+
+
+def test_memory_of_a_long_step_with_a_large_vocabulary() -> None:
+    """A step at 32k tokens with 128k words takes at most 0.3 of the stock model's memory."""
+    config = LlamaConfig(
+        vocab_size=131_072, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    rx.extend(model, "32k")
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(1, 32_768, dtype=torch.int64, device="meta")
+
+    def peak() -> int:
+        memory = LiveBytes(scored=2 * 128)
+        for tensor in model.parameters():
+            memory.add(tensor)
+        with dry_run_attention(model, maskless=True), memory:
+            model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), use_cache=False)[0].backward()
+        return memory.peak
+
+    stock = peak()
+    with rx.chunked_loss(model):
+        assert peak() <= 0.3 * stock
+
+
+class InOrder(Trainer):  # type: ignore[misc]
+    """A Trainer that reads its dataset in order."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class SFTInOrder(SFTTrainer):  # type: ignore[misc]
+    """TRL's trainer, which reads a dataset with columns."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **changes: Any) -> Trainer:
+    settings = {
+        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 1, "report_to": [],
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95, "max_grad_norm": 1.0, "use_cpu": True, "disable_tqdm": True, "seed": 0,
+        "save_strategy": "no", "bf16": False, "gradient_checkpointing": True, **changes,
+    }  # fmt: skip
+    callbacks = [rx.SaveEncodingCallback()]
+    if kind == "Trainer":
+        return InOrder(model, TrainingArguments(**settings), train_dataset=blocks, callbacks=callbacks)
+    rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    return SFTInOrder(
+        model, SFTConfig(**settings), train_dataset=rows, callbacks=callbacks, processing_class=tokenizer,
+        data_collator=default_data_collator,
+    )  # fmt: skip
+
+
+def own_loop(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
+    """A run of our own loop, at settings that the trainers of this file have too."""
+    run = replace(
+        recipe, steps=3, learning_rate=1e-2, warmup_steps=0, lora_dropout=0.0, gradient_checkpointing=True,
+        method="yarn", output_dir=str(output), **changes,
+    )  # fmt: skip
+    finetune(run)
+    return run
+
+
+def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
+    """Train as `run` did, on the same blocks in the same order, and save where `save_model` does."""
+    tokenizer = tokenizer_of(run)
+    data = load_training_data(run, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    rx.extend(model, run.target_length, "yarn")
+    blocks = rx.blocks(data.documents, run.target_length, packing=run.packs, model=model)
+    numbers = {tuple(block["input_ids"].tolist()): number for number, block in enumerate(blocks)}
+    sequence = [tuple(data.blocks[n]["input_ids"].tolist()) for n in range(3 * run.gradient_accumulation)]
+    chosen = [blocks[numbers[tokens]] for tokens in sequence]
+    set_seed(run.seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora = LoraConfig(r=4, lora_alpha=run.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    training = trainer(kind, model, chosen, output, tokenizer, **changes)
+    with rx.chunked_loss(model, chunk_bytes=4 * 64 * 50):
+        training.train()
+        assert math.isfinite(training.evaluate(training.train_dataset)["eval_loss"])
+    training.save_model()
+    return training
+
+
+def assert_same_adapter(run: Recipe, output: Path) -> None:
+    ours, theirs = weights(run.output_dir), weights(output)
+    assert ours.keys() == theirs.keys()
+    errors = torch.cat([(theirs[name] - value).abs().flatten() for name, value in ours.items()])
+    # Adam normalises each gradient, so one that is itself rounding moves a weight either way.
+    bound = run.learning_rate * run.steps * GAIN * rounding(torch.float32, TERMS)
+    assert float((errors <= bound).float().mean()) >= 0.999
+    before, after = (rx.current_patch(rx.load(each)) for each in (run.output_dir, output))
+    assert before.encoding == after.encoding
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("packing", ["none", "restart"])
+def test_trainers_end_with_the_adapter_of_our_own_loop(
+    recipe: Recipe, tmp_path: Path, packing: str, kind: str
+) -> None:
+    run = own_loop(recipe, tmp_path / "ours", packing=packing)
+    train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2)
+    assert_same_adapter(run, tmp_path / "theirs")
+
+
+IN_A_PROCESS = """
+import sys
+from pathlib import Path
+from test_any_trainer import Recipe, train
+recipe, output = sys.argv[1:]
+for kind in ("Trainer", "SFTTrainer"):
+    train(kind, Recipe.from_yaml(recipe), Path(output) / kind, gradient_accumulation_steps=2)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Path) -> None:
+    run = own_loop(recipe, tmp_path / "ours", packing="restart", gradient_accumulation=4)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
+    launch(paths + IN_A_PROCESS, str(tmp_path / "run.yaml"), str(tmp_path), where=tmp_path)
+    for kind in ("Trainer", "SFTTrainer"):
+        assert_same_adapter(run, tmp_path / kind)
+
+
+def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:
+    documents = [rx.Document("one", torch.arange(200) % 60), rx.Document("short", torch.arange(9))]
+    blocks = rx.blocks(documents, 32, positions="pose", model=extended, seed=3)
+    collator = rx.PositionCollator("pose", 256, seed=3)
+    again = rx.blocks(documents, "32", positions="pose", model=extended, seed=3)
+    plain = rx.blocks(documents, 32)
+    assert len(blocks) == len(plain) == 6
+    for number in (5, 0, -1):
+        item = blocks[number]
+        assert item["position_ids"].tolist() == collator.positions(32, number % 6).tolist()
+        assert torch.equal(item["input_ids"], plain[number]["input_ids"])
+        assert item["attention_mask"].all()
+        assert all(torch.equal(value, again[number][name]) for name, value in item.items())
+    assert len(list(blocks)) == 6
+    assert "at positions pose" in repr(blocks)
+
+
+@pytest.fixture
+def extended() -> Any:
+    model = llama()
+    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=256)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": True, "positions": "pose"}, "cannot be combined"),
+        ({"packing": True, "model": None}, "needs the extended model"),
+        ({"positions": "pose", "model": None}, "needs the extended model"),
+        ({"positions": "pse"}, "no position sampler is named 'pse'; use one of pose"),
+        ({"positions": "pose", "length": 512}, "3 to 256 tokens"),
+        ({"length": 500}, "none of 1 documents has 500 tokens"),
+        ({"packing": True, "length": 500}, "400 tokens together"),
+        ({"positions": "pose", "method": ("alibi", {})}, "only rotary methods use sampled positions"),
+    ],
+    ids=str,
+)
+def test_blocks_that_do_not_suit_the_model_are_refused(
+    extended: Any, options: dict[str, Any], message: str
+) -> None:
+    options = {"length": 32, "model": extended, **options}
+    if method := options.pop("method", None):
+        rx.patch_model(extended, rx.encoding(method[0], **method[1]), target_length=256)
+    documents = [rx.Document("one", torch.arange(400) % 60)]
+    with pytest.raises(RopeExtendError, match=message):
+        rx.blocks(documents, **options)
