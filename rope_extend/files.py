@@ -6,6 +6,7 @@ is random and is created with `O_EXCL`, so an existing file or link of that name
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -28,8 +29,20 @@ def expand_home(path: str | os.PathLike[str]) -> str:
 
     A shell does not expand `--output=~/run` or what stands in quotes, and nobody expands a YAML file. So
     every path is expanded where it comes in: in arguments of commands, settings, and public functions.
+
+    Raises:
+        RopeExtendError: no file can have such a name.
     """
-    return os.path.expanduser(os.fspath(path))
+    expanded = os.path.expanduser(os.fspath(path))
+    try:
+        os.lstat(expanded)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RopeExtendError(
+                f"no file can be called {expanded[:80]!r} ({reason}); give another name"
+            ) from error
+    return expanded
 
 
 def flush(path: Path) -> None:

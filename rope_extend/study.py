@@ -6,22 +6,19 @@ import logging
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rope_extend.advice.advice import READS_ALREADY
 from rope_extend.advice.answer import advise
-from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import cropped_control
 from rope_extend.evaluation.evaluate import measure
-from rope_extend.evaluation.evaluation_config import AS_IS, METHODS, PLAIN, StudyConfig
-from rope_extend.evaluation.measurement import Measurement
+from rope_extend.evaluation.evaluation_config import AS_IS, StudyConfig
 from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found
-from rope_extend.evaluation.verdicts import Verdict, verdicts
+from rope_extend.evaluation.verdicts import verdicts
 from rope_extend.report.page import markdown
-from rope_extend.report.tables import Sentences, public_name
+from rope_extend.report.tables import Section, public_name
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -37,7 +34,7 @@ class Study:
     """
 
     found: Found
-    verdict: Sentences
+    verdict: Section
 
     @property
     def rows(self) -> list[EvaluationRow]:
@@ -72,35 +69,16 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
-    said: list[Sentences] = []
 
-    def lead(measurement: Measurement, found: Found) -> list[Sentences]:
-        said[:] = [decision(found.rows, config, _later(measurement, found))]
-        return said
+    def verdict(found: Found) -> Section:
+        missing = dict.fromkeys(cell.row.label for cell in found.missing)
+        return decision(found.rows, config, [*missing])
 
-    found = measure(without_needless_methods(config), resume=resume, overwrite=overwrite, lead=lead)
-    return Study(found, said[0])
-
-
-def _later(measurement: Measurement, found: Found) -> list[str]:
-    """The labels of the rows to judge of which something is not measured yet."""
-    candidates = measurement.candidates
-    controls = {PLAIN, *candidates.plain_methods, *candidates.plain_adapters}
-    unfinished = {cell.row.label for cell in found.missing}
-    judged = [row.label for row in measurement.rows if (row.method or row.adapter) not in controls]
-    return [label for label in judged if label in unfinished]
+    found = measure(config, resume=resume, overwrite=overwrite, lead=verdict)
+    return Study(found, verdict(found))
 
 
-def without_needless_methods(config: StudyConfig) -> StudyConfig:
-    """The settings with plain RoPE alone, if no methods are named and the model has the target already."""
-    if config.methods != METHODS:
-        return config
-    trained = info(config.model, trained_length=config.trained_length).shape.trained_length
-    assert config.target_length is not None
-    return config if config.target_length > trained else replace(config, methods=(PLAIN,))
-
-
-def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Sentences:
+def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Section:
     """The verdict on a model, and the next command.
 
     Args:
@@ -108,7 +86,7 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         config: the settings of the study.
         missing: labels of the rows of which something is not measured yet; one of them may meet the criteria.
     """
-    return Sentences("Verdict", _decided(rows, config, missing))
+    return Section("Verdict", notes=_decided(rows, config, missing))
 
 
 def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str]) -> list[str]:
@@ -117,52 +95,28 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     trained = rows[0].trained_length if rows else None
     if trained is not None and config.target_length <= trained:
         return [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
-    judged = sorted(verdicts(rows), key=_nearness)
+    judged = sorted(verdicts(rows), key=lambda each: each.ratio if math.isfinite(each.ratio) else math.inf)
     whole = [verdict for verdict in judged if verdict.label not in missing]
     good = [verdict for verdict in whole if verdict.success]
     if good:
         said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
         return [*said, *(f"{verdict.label} meets them too." for verdict in good[1:])]
-    if not judged:
-        return [_nothing_judged(rows, config, missing)]
-    if missing:
-        counted = "1 row is" if len(missing) == 1 else f"{len(missing)} rows are"
-        first = f"Not decided yet: {counted} not wholly measured ({', '.join(missing)})."
-        if not whole:
-            return [first]
-        return [f"{first} The nearest of the others at {target} is {whole[0].label}.", str(whole[0])]
-    if not any(math.isfinite(verdict.ratio) for verdict in judged):
+    if judged and not any(math.isfinite(verdict.ratio) for verdict in judged):
         return [f"No row has a finite perplexity at {target}: check the weights, and the dtype."]
-    undecided = [verdict for verdict in judged if verdict.success is None]
-    if undecided:
-        nearest = undecided[0]
-        partly = f"not all of them can be judged for {nearest.label}."
-        if len(undecided) > 1:
-            partly = f"not all of them can be judged for {len(undecided)} rows. "
-            partly += f"The nearest of these is {nearest.label}."
-        return [f"Not decided yet: no row meets all three criteria at {target}, and {partly}", str(nearest)]
-    first = f"No row meets all three criteria at {target}. The nearest is {judged[0].label}."
-    return [first, str(judged[0]), *_training(config, rows)]
-
-
-def _nearness(verdict: Verdict) -> float:
-    """The ratio to the cropped context; a row whose perplexity is not finite is never the nearest."""
-    return verdict.ratio if math.isfinite(verdict.ratio) else math.inf
-
-
-def _nothing_judged(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str]) -> str:
-    """Why no row has a verdict."""
-    if not config.cropped:
-        return "No row can be judged: each is compared with a cropped context, and cropped is off."
+    undecided, more = [verdict for verdict in whole if verdict.success is None], list[str]()
     if missing:
-        return f"No row can be judged yet: not measured are {', '.join(missing)}."
-    if cropped_control(rows) is None:
-        return "No row can be judged yet: the control with a cropped context is not measured."
-    return "There is nothing to judge, because all rows are controls. Add a method, or an adapter."
+        first = f"Not decided yet: not wholly measured are {', '.join(missing)}."
+    elif not judged:
+        first = "No row can be judged: all are controls, or the control with a cropped context is missing."
+    elif undecided:
+        first = f"Not decided yet: no row meets all three criteria at {target}, and not all were measured."
+    else:
+        first, more = f"No row meets all three criteria at {target}.", _training(config)
+    return [first, *(f"The nearest is {verdict}" for verdict in (undecided or whole)[:1]), *more]
 
 
-def _training(config: StudyConfig, rows: Sequence[EvaluationRow]) -> list[str]:
-    """What training would take, from the config of the model, or what else to measure."""
+def _training(config: StudyConfig) -> list[str]:
+    """What to do next, by the config of the model: train, or measure it as it is."""
     assert config.target_length is not None
     target = format_length(config.target_length)
     try:
@@ -171,18 +125,10 @@ def _training(config: StudyConfig, rows: Sequence[EvaluationRow]) -> list[str]:
         logger.warning("no advice on training: %s", error)
         return []
     if advice.verdict == READS_ALREADY:
-        as_is = next((row.label for row in rows if row.encoding is None and row.adapter is None), None)
-        if as_is is not None:
-            return [f"By its config, the model reads {target} tokens as it is; {as_is} does not show it."]
-        return [advice.reason, f"Add {AS_IS} to the methods to measure it."]
+        return [f"By its config, the model reads {target} tokens as it is. The method {AS_IS} measures that."]
     if not advice.recipe:
         return [advice.reason]
     command = f"rope-extend advise {shlex.quote(public_name(config.model))} --target-length {target}"
     if config.trained_length is not None:
         command += f" --trained-length {format_length(config.trained_length)}"
-    said = [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe."]
-    if advice.memory is not None:
-        said.append(f"A step of it is estimated to need {advice.memory.chosen.total / 1e9:.1f} GB.")
-    if advice.work is not None:
-        said.append(f"It trains on {advice.work.tokens:,} tokens.")
-    return said
+    return [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe, and says what it takes."]

@@ -113,6 +113,11 @@ def needed(shape: RopeShape, seq_len: int) -> float:
     return max(1.0, seq_len / shape.trained_length)
 
 
+def of_length(rope_type: str) -> Oracle:
+    """A stock type with the factor that a length needs."""
+    return lambda shape, n: stock(rope_type, factor=needed(shape, n))(shape, n)
+
+
 def divisors(shape: RopeShape, last: float) -> list[float]:
     """A list like those of LongRoPE's search: from about 1 at the fastest pair up to `last`."""
     pairs = shape.dim // 2
@@ -209,114 +214,75 @@ REMAPS = [
 ]
 """Methods that change positions. Their frequencies are plain RoPE's; `test_remaps.py` has their maps."""
 
+F = {"factor": FACTOR}
+_NTK_BASE = base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2)))
+_PLAIN = base(lambda shape: shape.theta)
+
+
+def _from_stock(
+    name: str, oracle: Oracle, parameters: Any, label: str = "", *, reloads: bool = True
+) -> EncodingCase:
+    """A row whose oracle is stock transformers' own function, in float32."""
+    return EncodingCase(name, oracle, parameters, label, reloads, FLOAT32)
+
+
+def _same_lists(shape: RopeShape) -> Mapping[str, Any]:
+    lists = dict.fromkeys(("long_factor", "short_factor"), divisors(shape, 1.5))
+    return {**F, **lists, "attention_scale": 1.2}
+
+
 ENCODINGS = [
-    EncodingCase("none", base(lambda shape: shape.theta)),
-    EncodingCase("linear", stock("linear"), {"factor": FACTOR}, tolerance=FLOAT32),
-    EncodingCase("ntk", base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2))), {"factor": FACTOR}),
-    EncodingCase("dynamic_ntk", stock("dynamic"), {"factor": FACTOR}, tolerance=FLOAT32),
-    EncodingCase("yarn", stock("yarn"), {"factor": FACTOR}, tolerance=FLOAT32),
-    EncodingCase(
-        "yarn",
-        stock("yarn", **YARN_OPTIONS),
-        {"factor": FACTOR, **YARN_OPTIONS},
-        label="yarn-options",
-        tolerance=FLOAT32,
+    EncodingCase("none", _PLAIN),
+    _from_stock("linear", stock("linear"), F),
+    EncodingCase("ntk", _NTK_BASE, F),
+    _from_stock("dynamic_ntk", stock("dynamic"), F),
+    _from_stock("yarn", stock("yarn"), F),
+    _from_stock("yarn", stock("yarn", **YARN_OPTIONS), {**F, **YARN_OPTIONS}, "yarn-options"),
+    _from_stock(
+        "yarn", stock("yarn", attention_factor=1.25), {**F, "attention_scale": 1.25}, "yarn-attention"
     ),
-    EncodingCase(
-        "yarn",
-        stock("yarn", attention_factor=1.25),
-        {"factor": FACTOR, "attention_scale": 1.25},
-        label="yarn-attention",
-        tolerance=FLOAT32,
-    ),
-    EncodingCase("yarn", yarn_by_turns, {"factor": FACTOR, "ramp": "turns"}, label="yarn-turns"),
-    EncodingCase(
-        "llama3",
-        stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0),
-        {"factor": FACTOR},
-        tolerance=FLOAT32,
-    ),
-    EncodingCase("ntk_by_parts", by_parts, {"factor": FACTOR}),
-    EncodingCase("ntk_mixed", mixed, {"factor": FACTOR}),
-    EncodingCase(
-        "dynamic_linear",
-        lambda shape, n: stock("linear", factor=needed(shape, n))(shape, n),
-        reloads=False,
-        tolerance=FLOAT32,
-    ),
-    EncodingCase(
-        "dynamic_yarn",
-        lambda shape, n: stock("yarn", factor=needed(shape, n))(shape, n),
-        reloads=False,
-        tolerance=FLOAT32,
-    ),
+    EncodingCase("yarn", yarn_by_turns, {**F, "ramp": "turns"}, "yarn-turns"),
+    _from_stock("llama3", stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0), F),
+    EncodingCase("ntk_by_parts", by_parts, F),
+    EncodingCase("ntk_mixed", mixed, F),
+    _from_stock("dynamic_linear", of_length("linear"), {}, reloads=False),
+    _from_stock("dynamic_yarn", of_length("yarn"), {}, reloads=False),
     EncodingCase(
         "dynamic_yarn",
         lambda shape, n: yarn_by_turns(shape, n, needed(shape, n)),
         {"ramp": "turns"},
-        label="dynamic_yarn-turns",
+        "dynamic_yarn-turns",
         reloads=False,
     ),
     EncodingCase("abf", base(lambda shape: 750_000.0), {"theta": 750_000.0}),
-    EncodingCase("longrope", stock_longrope, longrope(), tolerance=FLOAT32),
-    EncodingCase(
-        "longrope",
-        stock_longrope,
-        longrope(start_tokens=4),
-        label="longrope-start",
-        reloads=False,
-        tolerance=FLOAT32,
-    ),
-    EncodingCase(
+    _from_stock("longrope", stock_longrope, longrope()),
+    _from_stock("longrope", stock_longrope, longrope(start_tokens=4), "longrope-start", reloads=False),
+    _from_stock(
         "longrope",
         lambda shape, n: (stock_longrope(shape, shape.trained_length)[0], 1.2),
-        lambda shape: {
-            "factor": FACTOR,
-            "long_factor": divisors(shape, 1.5),
-            "short_factor": divisors(shape, 1.5),
-            "attention_scale": 1.2,
-        },
-        label="longrope-static",
-        tolerance=FLOAT32,
+        _same_lists,
+        "longrope-static",
     ),
     EncodingCase("p_rope", fastest(lambda shape: 3 * shape.dim // 8)),
     EncodingCase(
         "p_rope",
         fastest(lambda shape: shape.dim // 4, FACTOR),
         {"inner": LINEAR, "fraction": 0.5},
-        label="p_rope(linear)",
+        "p_rope(linear)",
     ),
-    EncodingCase("resonance", rounded(base(lambda shape: shape.theta))),
-    EncodingCase(
-        "resonance", rounded(stock("yarn")), {"inner": YARN}, label="resonance(yarn)", tolerance=FLOAT32
-    ),
+    EncodingCase("resonance", rounded(_PLAIN)),
+    _from_stock("resonance", rounded(stock("yarn")), {"inner": YARN}, "resonance(yarn)"),
     EncodingCase("clipped", faded(None)),
-    EncodingCase("clipped", faded(3), {"channels": 3}, label="clipped-3"),
-    EncodingCase(
-        "clipped",
-        fastest(lambda shape: shape.dim // 2 - 3),
-        {"channels": 3, "hard": True},
-        label="clipped-hard",
-    ),
+    EncodingCase("clipped", faded(3), {"channels": 3}, "clipped-3"),
+    EncodingCase("clipped", fastest(lambda s: s.dim // 2 - 3), {"channels": 3, "hard": True}, "clipped-hard"),
     EncodingCase("power", power),
     EncodingCase("truncated", truncated),
-    EncodingCase(
-        "logn",
-        base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2))),
-        {"inner": NTK},
-        label="logn(ntk)",
-        reloads=False,
-    ),
-    EncodingCase("xpos", base(lambda shape: shape.theta), reloads=False),
+    EncodingCase("logn", _NTK_BASE, {"inner": NTK}, "logn(ntk)", reloads=False),
+    EncodingCase("xpos", _PLAIN, reloads=False),
     EncodingCase("nope", zero_frequencies),
-    EncodingCase("drope", zero_frequencies, {"factor": FACTOR}, reloads=False),
-    EncodingCase(
-        "short_original",
-        beyond(stock("yarn")),
-        {"inner": YARN},
-        label="short_original(yarn)",
-        reloads=False,
-        tolerance=FLOAT32,
+    EncodingCase("drope", zero_frequencies, F, reloads=False),
+    _from_stock(
+        "short_original", beyond(stock("yarn")), {"inner": YARN}, "short_original(yarn)", reloads=False
     ),
     *REMAPS,
 ]

@@ -117,7 +117,7 @@ def commands_page() -> str:
     """The page on the command line: the help of every command."""
     from rope_extend.cli.main import GROUPS, command_parser
 
-    parts = ["# Command line", "`rope-extend COMMAND --help` prints the same."]
+    parts = ["# Command line", "`rope-extend COMMAND --help-all` prints the same."]
     for title, commands in GROUPS.items():
         parts.append(f"## {title.capitalize()}")
         for name in (command.__name__ for command in commands):

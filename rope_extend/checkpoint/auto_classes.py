@@ -42,16 +42,14 @@ class GuardedConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
             RopeExtendError: transformers does not know the family.
         """
         data = plain_config(config_dict)
-        if data["model_type"] not in CONFIG_MAPPING:
+        model_type = data.get("model_type")
+        if model_type not in CONFIG_MAPPING:
             raise RopeExtendError(
-                f"config.json: {FAMILY} is {data['model_type']!r}, which this transformers does not know"
+                f"config.json: {FAMILY} is {model_type!r}, which this transformers does not know"
             )
-        return_unused = kwargs.pop("return_unused_kwargs", False)
-        family, unused = CONFIG_MAPPING[data["model_type"]].from_dict(
-            data, return_unused_kwargs=True, **kwargs
-        )
-        config = _wrapped(family)
-        return (config, unused) if return_unused else config
+        result = CONFIG_MAPPING[model_type].from_dict(data, **kwargs)
+        # With `return_unused_kwargs`, it is a tuple.
+        return (_wrapped(result[0]), *result[1:]) if isinstance(result, tuple) else _wrapped(result)
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:

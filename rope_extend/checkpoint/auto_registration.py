@@ -6,31 +6,26 @@ It does not matter whether transformers or rope_extend is imported first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+# Two modules, because the second imports the first: while the first is executed, there is no
+# AutoModelForCausalLM yet.
+REGISTER = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto")
 
 
-def _register_config(module: ModuleType) -> None:
-    from rope_extend.checkpoint.auto_classes import GuardedConfig
+def _register(module: ModuleType) -> None:
+    """Register with the auto class of one of the two modules."""
+    from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
     from rope_extend.checkpoint.model_type import MODEL_TYPE
 
-    module.AutoConfig.register(MODEL_TYPE, GuardedConfig, exist_ok=True)
-
-
-def _register_model(module: ModuleType) -> None:
-    from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
-
-    module.AutoModelForCausalLM.register(GuardedConfig, GuardedModel, exist_ok=True)
-
-
-# Two steps, because the second module imports the first: while the first is executed, there is no
-# AutoModelForCausalLM yet.
-REGISTER: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.models.auto.configuration_auto": _register_config,
-    "transformers.models.auto.modeling_auto": _register_model,
-}
+    if module.__name__ == REGISTER[0]:
+        module.AutoConfig.register(MODEL_TYPE, GuardedConfig, exist_ok=True)
+    else:
+        module.AutoModelForCausalLM.register(GuardedConfig, GuardedModel, exist_ok=True)
 
 
 class RegisteringFinder(MetaPathFinder):
@@ -47,23 +42,21 @@ class RegisteringFinder(MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                _register_after(spec)
+                _register_after(spec, spec.loader)
                 return spec
         return None
 
 
-def _register_after(spec: ModuleSpec) -> None:
-    """Register after the loader of `spec` has executed its module."""
-    loader = spec.loader
-    assert loader is not None
+def _register_after(spec: ModuleSpec, loader: Any) -> None:
+    """Register after the loader has executed its module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
         if module.__name__ == spec.name:  # a loader may be shared, as in a zip file
-            REGISTER[spec.name](module)
+            _register(module)
 
-    loader.exec_module = exec_module  # type: ignore[method-assign]
+    loader.exec_module = exec_module
 
 
 def register_when_imported() -> None:
@@ -74,6 +67,5 @@ def register_when_imported() -> None:
     name = RegisteringFinder.__qualname__
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__qualname__ != name]
     sys.meta_path.insert(0, RegisteringFinder())
-    for module, register in REGISTER.items():
-        if module in sys.modules:
-            register(sys.modules[module])
+    for module in filter(sys.modules.__contains__, REGISTER):
+        _register(sys.modules[module])

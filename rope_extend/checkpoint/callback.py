@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -51,12 +50,15 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
-            _check_encoding(checkpoint, before, record)
+            if changed := differences(before.schedule, record.schedule):
+                raise RopeExtendError(
+                    f"{checkpoint} was trained with {before.encoding}, this model uses {record.encoding}; "
+                    f"they differ in {changed}. Extend the model as before, or start a new run"
+                )
             # The recorded fingerprint is of a base model that peft had not changed.
             if not any(map(changes_base, configs)):
                 advice = "; load the former, or start a new run"
-                fingerprint, trained_on = before.base_fingerprint, before.base_model
-                check_base(model, fingerprint, adapter=checkpoint, trained_on=trained_on, advice=advice)
+                check_base(model, before.base_fingerprint, checkpoint, before.base_model, advice=advice)
         for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
         self._complete_what_is_saved(model)
@@ -83,19 +85,6 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     def _complete(self, directory: Path, model: Any) -> None:
         finish(directory, model, Record.of(model, self.base_model), renamed=bool(self.base_model))
         self._completed = directory
-
-
-def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
-    """Refuse to resume with another encoding, shape or window, by the values that differ."""
-    then, now = (
-        {**each.encoding.to_dict(), "shape": asdict(each.shape), "target_length": each.target_length}
-        for each in (before, record)
-    )
-    if changed := differences(then, now):
-        raise RopeExtendError(
-            f"{checkpoint} was trained with {before.encoding}, and this model uses {record.encoding}. They "
-            f"differ in {changed}; extend the model as before, or start a new run"
-        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -21,29 +21,20 @@ import yaml
 from markupsafe import Markup
 from transformers import AutoConfig
 
-from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card, marked
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
+from rope_extend.checkpoint.staging import CARD_NAME, is_our_card, marked
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_text
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
-from rope_extend.models.loading import empty_model, pretrained
+from rope_extend.models.loading import pretrained
 from rope_extend.models.locating import GGUF
 from rope_extend.models.stock_config import has_stock_config
-from rope_extend.models.view import rotary_part
-from rope_extend.patching import patch_model
-from rope_extend.report.tables import (
-    is_private,
-    markdown_code,
-    markdown_table,
-    markdown_text,
-    number,
-    public_name,
-)
+from rope_extend.report.tables import is_private, markdown_code, markdown_text, number, public_name
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -84,8 +75,7 @@ def model_card(
         perplexity: perplexity after training by length in tokens, if there are no `results`.
         before: the same before training.
         trained_in: directory of the run, with `recipe.yaml`; default: `directory`.
-        name: the checkpoint's name in the code of the card; default: its directory's name, so that the code
-            works from the parent directory.
+        name: the checkpoint's name in the code of the card; default: its directory's name.
         trained_on: number of documents of `perplexity` that are also training data.
         picture: whether a picture of the `results` is next to the card.
 
@@ -94,7 +84,8 @@ def model_card(
     """
     directory = Path(expand_home(directory))
     record = read_record(directory)
-    encoding, shape = record.encoding, record.shape
+    encoding: Any = record.encoding
+    shape = record.shape
     adapter = (directory / "adapter_config.json").exists()
     name = name or directory.resolve().name
     recipe = _recipe(Path(trained_in or directory))
@@ -103,15 +94,16 @@ def model_card(
         paper = Markup(f"[arXiv {paper}](https://arxiv.org/abs/{paper})")
     rotary = isinstance(encoding, RopeEncoding)
     parts = _adapter(record) if adapter else _checkpoint(directory, record, name)
+    curves = [("before training, extended", before), ("after training", perplexity)] if perplexity else []
     text: str = _template().render(
         front_matter=_front_matter(record, adapter), name=name, adapter=adapter, encoding=encoding,
         shape=shape, window=record.target_length, trained=shape.trained_length, rotary=rotary, paper=paper,
         model_type=record.model_type, base_model=record.base_model, versions=record.versions,
         parameters=json.dumps({key: value for key, value in encoding.to_dict().items() if key != "name"}),
-        changes_short_texts=isinstance(encoding, RopeEncoding)
-        and not encoding.inv_freq(shape).equal(shape.inv_freq()),
+        changes_short_texts=rotary and not encoding.inv_freq(shape).equal(shape.inv_freq()),
         data=data or recipe.pop("data", None), recipe=recipe, trained_on=trained_on,
-        results=None if results is None else Markup(results.strip()), curves=_curves(perplexity, before),
+        results=None if results is None else Markup(results.strip()),
+        curves=[(title, curve) for title, curve in curves if curve], lengths=sorted(perplexity or ()),
         picture=Markup(_PICTURE if picture else ""), **parts,
     )  # fmt: skip
     return text
@@ -200,32 +192,17 @@ def _recipe(directory: Path) -> dict[str, Any]:
         if not isinstance(settings, dict):
             raise ValueError("it has no fields")
         shown = {key: settings[key] for key in _RECIPE if settings.get(key) not in _PLAIN}
-        for key, value in shown.items():
-            if not isinstance(value, str | int | float):
-                raise ValueError(f"no recipe has such a value of {key}")
         data = settings.get("data") or []
         names = [data] if isinstance(data, str) else data
         # By aliases, lists of lists can be longer than their file.
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("no recipe has such a value of data")
+        if not all(isinstance(value, str | int | float) for value in shown.values()):
+            raise ValueError("no recipe has such values")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         logger.warning("%s is not shown in the card: %s", path, str(error)[:500])
         return {}
     return {**shown, "data": names}
-
-
-def _curves(perplexity: Mapping[int, float] | None, before: Mapping[int, float] | None) -> Markup:
-    """The table of perplexity before and after training; empty if none was measured."""
-    if not perplexity:
-        return Markup("")
-    lengths = sorted(perplexity)
-    rows = [("before training, extended", before), ("after training", perplexity)]
-    return Markup(
-        markdown_table([
-            ["", *map(format_length, lengths)],
-            *([title, *(number(curve.get(n)) for n in lengths)] for title, curve in rows if curve),
-        ])
-    )  # fmt: skip
 
 
 def _checkpoint(directory: Path, record: Record, name: str) -> dict[str, Any]:
@@ -236,16 +213,15 @@ def _checkpoint(directory: Path, record: Record, name: str) -> dict[str, Any]:
     weights = f"{name}-plain" if guarded else ""
     servers = []
     for target, engine in TARGETS.items():
-        if not engine.serve:
-            continue
-        found = support(
-            record.encoding, record.shape, target, record.model_type, target_length=record.target_length
-        )
-        lines = commands(target, name, record.target_length, weights=weights) if found.possible else []
-        converted = weights if engine.reads == "gguf" else ""
-        servers.append({
-            "title": engine.title, "reason": found.reason, "commands": lines, "weights": converted
-        })  # fmt: skip
+        if engine.serve:
+            found = support(
+                record.encoding, record.shape, target, record.model_type, target_length=record.target_length
+            )
+            servers.append({
+                "title": engine.title, "reason": found.reason,
+                "commands": found.possible and commands(target, name, record.target_length, weights=weights),
+                "weights": weights if engine.reads == "gguf" else "",
+            })  # fmt: skip
     return {
         "guarded": guarded,
         "stock": stock,
@@ -265,32 +241,7 @@ def _adapter(record: Record) -> dict[str, Any]:
         "gguf_base": gguf_base,
         "convert": Markup(CONVERT),
         "note": Markup(note),
-        "settings": _stock_settings(record),
     }
-
-
-def _stock_settings(record: Record) -> dict[str, Any] | None:
-    """The settings of a stock config that give the recorded encoding.
-
-    None if stock transformers does not support it exactly, or the base model is not available.
-    """
-    encoding = record.encoding
-    if not isinstance(encoding, RopeEncoding) or encoding.depends_on_length or not record.base_model:
-        return None
-    try:
-        model: Any = empty_model(record.base_model)
-    except RopeExtendError:
-        return None
-    old = model.config.to_dict()
-    with patch_model(
-        model, encoding, trained_length=record.shape.trained_length, target_length=record.target_length
-    ):
-        config = model.config
-        if rotary_part(config)[0] is not config or not has_stock_config(config, record.target_length):
-            return None
-        names = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
-        values = {name: getattr(config, name, None) for name in names}
-        return {name: value for name, value in values.items() if value is not None and value != old.get(name)}
 
 
 def _shell(text: str) -> str:
@@ -311,6 +262,7 @@ _FILTERS: Mapping[str, Callable[[Any], str]] = {
     "names": lambda value: Markup(_listed(value) if value else "not recorded"),
     "python": lambda value: Markup(_python(value)),
     "shell": lambda value: Markup(_shell(value)),
+    "number": number,
     "tokens": format_length,
 }
 """The forms of a value in the card. Without one of them, it is plain text of one line."""

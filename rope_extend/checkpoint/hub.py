@@ -23,11 +23,7 @@ def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_files(options: Mapping[str, Any]) -> None:
-    """Refuse options for `from_pretrained` that select other weights of a full checkpoint.
-
-    Raises:
-        RopeExtendError: an option selects other weights than those next to the record.
-    """
+    """Refuse options for `from_pretrained` that select other weights than those next to the record."""
     for name in _OTHER_FILES:
         if options.get(name):
             raise RopeExtendError(
@@ -61,9 +57,7 @@ def local_directory(
         check_checkpoint(name, **access)
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, **options))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        advice = f"Give {argument} a" if argument else "Give a"
-        reason = str(error).rstrip(".")
-        reason += "" if reason.endswith("?") else "."
+        advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
         raise RopeExtendError(
-            f"cannot find the {kind} {name!r}: {reason} {advice} hub id, or a directory with a checkpoint"
+            f"cannot find the {kind} {name!r}: {advice} hub id, or a directory with a checkpoint"
         ) from error

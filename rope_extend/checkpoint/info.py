@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.peft_models import tuner_layers
-from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
+from rope_extend.checkpoint.record import ADAPTER_MARK, check_agreement, read_record
 from rope_extend.checkpoint.restoring import apply_record
 from rope_extend.encodings import (
     Encoding,
@@ -31,7 +31,6 @@ from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import empty_model
-from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
 from rope_extend.models.view import (
     CONFIG_RECORD,
     active_table,
@@ -88,8 +87,6 @@ class ModelInfo:
         start: which `start` of an extension suits it, `pretrained` or `current`.
         start_reason: why.
         slow_channels: channel pairs that never completed a turn within the trained window.
-        dual_chunk: `dual_chunk_attention_config` of the config, with which SGLang and some versions of vLLM
-            compute dual chunk attention as well. Stock transformers ignores it. None if there is none.
         unapplied: the encoding that the active adapter or the checkpoint was saved with, if the model does
             not use it, for example because stock peft or transformers loaded it; otherwise None.
     """
@@ -105,7 +102,6 @@ class ModelInfo:
     current_length: int
     start: str
     start_reason: str
-    dual_chunk: dict[str, Any] | None = None
     unapplied: str | None = None
 
     def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
@@ -148,10 +144,6 @@ class ModelInfo:
             self.effect(rotary_method(name).for_target(self.shape, target_length), target_length)
             for name in methods_from_length()
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None = None) -> ModelInfo:
@@ -205,7 +197,6 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         current_length=current_window(base.config),
         start=start,
         start_reason=start_reason,
-        dual_chunk=next((getattr(part, DUAL_CHUNK_KEY) for part in dual_chunk_configs(base.config)), None),
         unapplied=unapplied,
     )
 
@@ -213,22 +204,20 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
 def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
     directory = Path(name)
-    recorded = (directory / RECORD_NAME).exists()
-    if not (directory / ADAPTER_CONFIG).exists() or (directory / "config.json").exists():
+    adapter = (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists()
+    record = read_record(name) if (directory / RECORD_NAME).exists() else None
+    if not adapter:
         model = empty_model(name)
-        if unapplied_record(model) is not None and recorded:
-            apply_record(model, read_record(name))
-        return model
-    if not recorded:
-        raise RopeExtendError(
-            f"{name} holds an adapter without {RECORD_NAME}, so its encoding is unknown; give its base model "
-            "instead"
-        )
-    record = read_record(name)
-    if record.base_model is None:
-        raise RopeExtendError(f"the record in {name} names no base model; give the base model instead")
-    model = empty_model(record.base_model)
-    apply_record(model, record)
+    elif record is None or record.base_model is None:
+        what = f"without {RECORD_NAME}" if record is None else "whose record names no base model"
+        raise RopeExtendError(f"{name} holds an adapter {what}; give the base model instead")
+    else:
+        model = empty_model(record.base_model)
+    if record is not None:
+        if adapter or (directory / "config.json").exists():
+            check_agreement(directory, record)
+        if adapter or unapplied_record(model) is not None:
+            apply_record(model, record)
     return model
 
 
@@ -246,8 +235,8 @@ def _marks(base: Any) -> dict[str, tuple[Encoding, RopeShape, int]]:
             marks[name] = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"]), length
         except Exception as error:
             raise RopeExtendError(
-                f"the encoding in the config of the adapter {name!r} is damaged ({error}): {mark!r}; load "
-                "the adapter with rope_extend.load, which compares it with what was saved"
+                f"the encoding in the config of the adapter {name!r} is damaged ({error}): {mark!r}; load it "
+                "with rope_extend.load, which compares it with what was saved"
             ) from error
     return marks
 
@@ -256,26 +245,19 @@ def _unapplied(model: nn.Module, marks: Mapping[str, tuple[Encoding, RopeShape, 
     """The encoding that an active adapter was trained with, if the model does not use it."""
     patch = current_patch(model)
     for name, (encoding, shape, target_length) in marks.items():
-        if not _uses(model, encoding, shape, target_length):
-            logger.warning(
-                "the adapter %r was trained with %s, but this model uses %s, so its output cannot be "
-                "trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft "
-                "alone",
-                name, encoding, patch.encoding if patch else "the base model's own encoding",
-            )  # fmt: skip
-            return str(encoding)
+        if patch is not None and (patch.encoding, patch.shape) == (encoding, shape):
+            continue
+        if (
+            isinstance(encoding, RopeEncoding)
+            and not (patch is not None and patch.encoding.beyond_one_table(patch.shape))
+            and not encoding.beyond_one_table(shape)
+            and has_tables_of(model, encoding, shape, (shape.trained_length, target_length))
+        ):
+            continue
+        logger.warning(
+            "the adapter %r was trained with %s, but this model uses %s, so its output cannot be trusted. "
+            "Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft alone",
+            name, encoding, patch.encoding if patch else "the base model's own encoding",
+        )  # fmt: skip
+        return str(encoding)
     return None
-
-
-def _uses(model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> bool:
-    """Whether a model uses an adapter's encoding, through its patch or its own config."""
-    patch = current_patch(model)
-    if patch is not None and (patch.encoding, patch.shape) == (encoding, shape):
-        return True
-    if patch is not None and patch.encoding.beyond_one_table(patch.shape):
-        return False
-    if not isinstance(encoding, RopeEncoding):
-        return False
-    if encoding.beyond_one_table(shape):
-        return False
-    return has_tables_of(model, encoding, shape, (shape.trained_length, target_length))

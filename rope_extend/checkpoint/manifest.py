@@ -12,13 +12,14 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
 from rope_extend.models.parameters import LEARNED_FILE
@@ -52,11 +53,8 @@ def check_directory(
     Args:
         directory: an adapter or a full checkpoint.
         weights: the record's digests of weight files. If empty, none are compared.
-        configs: the record's digests of configs. If empty, none are compared.
+        configs: the same of configs.
         contents: also read all weights, to compare their digests and to find values that are not finite.
-
-    Raises:
-        RopeExtendError: names the file, and what is wrong with it.
     """
     try:
         _refuse_pickles(directory)
@@ -97,22 +95,13 @@ def weight_files(directory: Path) -> list[str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise RopeExtendError(f"{path} has no weight_map; {_RESTORE}")
         for name in weight_map.values():
-            if not _is_plain(name):
+            # It must be in the same directory, on any system.
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
                 raise RopeExtendError(
                     f"{path} names {name!r}, which is not a safetensors file of this directory; {_RESTORE}"
                 )
         names.update(weight_map.values())
     return sorted(names)
-
-
-def _is_plain(name: Any) -> bool:
-    """Whether a name that was read from a file is a safetensors file in the same directory, on any system."""
-    return (
-        isinstance(name, str)
-        and name.endswith(".safetensors")
-        and PurePosixPath(name).name == name
-        and not set(name) & set("\\:\0")
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -206,8 +195,6 @@ def check_finite(directory: Path) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; computed in chunks, to save memory."""
-    if not tensor.is_floating_point():
-        return True
     chunks = torch.split(tensor.flatten(), 2**24)
     return all(bool(torch.isfinite(c if c.itemsize > 1 else c.float()).all()) for c in chunks)
 
@@ -222,7 +209,7 @@ def config_digests(directory: Path) -> dict[str, str]:
     digests = {}
     for name in CONFIGS:
         if (directory / name).exists():
-            data = read_json(directory / name)
+            data = plain_config(read_json(directory / name))
             used = {key: value for key, value in data.items() if not _IDLE_KEYS.fullmatch(key)}
             digests[name] = hashlib.sha256(json.dumps(used, sort_keys=True).encode()).hexdigest()
     return digests

@@ -7,6 +7,7 @@ model in its own dtype, and one layer in float32.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from os import PathLike
 from pathlib import Path
@@ -34,7 +35,6 @@ from rope_extend.models.parameters import is_learned
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SENTENCEPIECE = "tokenizer.model"
 """The file from which llama.cpp's converter takes scores of tokens. transformers reads it, but does not write
 it again."""
@@ -53,10 +53,9 @@ def merge(
 ) -> Path:
     """Merge an adapter into its base model; returns the directory of the plain checkpoint.
 
-    The merge is exact. A weight that the adapter changes is computed in float32 and rounded once. Every other
-    weight is the base model's own, bit for bit. The directory gets the weights, a `config.json` for stock
-    transformers, `rope_extend.json`, a model card, and the base model's generation config, tokenizer, license
-    and notices. It appears when it is complete; after an interruption, an earlier checkpoint is unchanged.
+    A weight that the adapter changes is computed in float32 and rounded once. Every other weight is the base
+    model's own, bit for bit. The directory gets the weights, a `config.json` for stock transformers,
+    `rope_extend.json`, a model card, and the base model's generation config, tokenizer, license and notices.
 
     Memory holds the model in its own dtype. It is in float32 if `dtype` is given, if the base model is stored
     in float16, or if the adapter changes the base model's weights, as PiSSA does.
@@ -69,9 +68,7 @@ def merge(
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
         tokenizer: write the tokenizer: the adapter's own, or else the base model's.
-        guard: if stock transformers does not support the encoding, write a plugin-only checkpoint, which
-            stock loaders refuse instead of loading it with the original window; see
-            `rope_extend.checkpoint.model_type`.
+        guard: as in `rope_extend.save`.
 
     Raises:
         RopeExtendError: the record or the adapter is missing or damaged; the base model is missing, quantised
@@ -124,8 +121,8 @@ def _adapter_config(adapter: Path) -> Any:
         )
     if config.layer_replication:
         raise RopeExtendError(
-            f"the adapter in {adapter} repeats layers of its base model (layer_replication), and a merge "
-            "would need a copy of each; use the adapter without a merge, with rope_extend.load"
+            f"the adapter in {adapter} repeats layers of its base model (layer_replication), which cannot be "
+            "merged; use it with rope_extend.load"
         )
     return config
 
@@ -133,10 +130,7 @@ def _adapter_config(adapter: Path) -> Any:
 def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torch.dtype | None) -> Any:
     """The base model in `files`, patched, with the adapter merged into its weights."""
     if read_json(files / "config.json").get("quantization_config") is not None:
-        raise RopeExtendError(
-            f"the base model {files} is quantised, and a merge needs the original weights; give the original "
-            "model as base_model="
-        )
+        raise RopeExtendError(f"the base model {files} is quantised; give the original model as base_model=")
     advice = "; give the former as base_model="
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
         advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
@@ -192,9 +186,7 @@ def _tie_equal(base: Any) -> None:
 
 def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: Path) -> None:
     """Write the tokenizer of an adapter or else of the base model, if any, for the extended window."""
-    source = next(
-        (path for path in (adapter, files) if any((path / name).exists() for name in _TOKENIZER_FILES)), None
-    )
+    source = next((path for path in (adapter, files) if any(path.glob("tokenizer*"))), None)
     if source is None:
         return
     tokenizer = pretrained(AutoTokenizer, str(source))
@@ -214,15 +206,10 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
 
 
 def _copy_notices(files: Path, directory: Path, output: Path) -> None:
-    """Copy the license and notices of a base model, unless the output has another file of that name."""
-    for path in sorted(path for pattern in ("LICENSE*", "NOTICE*") for path in files.glob(pattern)):
-        if not path.is_file():
-            continue
-        there = output / path.name
-        if not there.exists() or (there.is_file() and there.read_bytes() == path.read_bytes()):
+    """Copy the license and notices of a base model, unless the output has a file of that name."""
+    for path in (*files.glob("LICENSE*"), *files.glob("NOTICE*")):
+        if path.is_file() and not os.path.lexists(output / path.name):
             _copy(files, path.name, directory)
-        else:
-            logger.warning("%s is not replaced by the base model's file of that name", there)
 
 
 def _copy(source: Path, name: str, directory: Path) -> None:

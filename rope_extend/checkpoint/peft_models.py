@@ -79,11 +79,10 @@ def changes_base(config: Any) -> str | None:
 
 
 def base_fingerprint(model: nn.Module) -> str | None:
-    """A fingerprint of a base model: SHA-256 over its matrices' names, shapes and some values.
+    """A fingerprint of a base model: SHA-256 over its matrices' names, shapes and 16 values of each.
 
-    It is the same with and without an adapter, patched or not, on any device, and in float32 or bfloat16:
-    values are compared as bfloat16. Vectors are left out, because peft can train biases in place. 16 values
-    of each matrix are read, so it takes milliseconds.
+    It is the same with and without an adapter, patched or not, on any device, and in float32 or bfloat16.
+    Vectors are left out, because peft can train biases in place.
 
     Returns:
         64 hexadecimal digits. None, with a warning, if the values are not available: the model is quantised
@@ -97,7 +96,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
 
 
 def check_base(
-    model: nn.Module, recorded: str | None, *, adapter: Path, trained_on: str | None, advice: str
+    model: nn.Module, recorded: str | None, adapter: Path, trained_on: str | None, *, advice: str
 ) -> None:
     """Refuse a base model with other weights than the one that an adapter was trained on.
 
@@ -135,7 +134,13 @@ def _warn_unchecked(obstacle: str) -> None:
 def _base_matrices(base: Any) -> dict[str, Tensor]:
     """The matrices of a model without the layers that peft added, by name and sorted by it."""
     matrices = {}
-    wrappers = _wrapper_paths(base)
+    wrappers: set[str] = set()
+    if "peft" in sys.modules:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+        wrappers = {path for path, module in base.named_modules() if isinstance(module, kinds)}
     # A head tied to the embedding is not always the same tensor once peft has copied one of the two.
     tied = set(getattr(base, "all_tied_weights_keys", None) or ())
     for name, parameter in base.named_parameters():
@@ -144,17 +149,6 @@ def _base_matrices(base: Any) -> dict[str, Tensor]:
             if plain is not None and plain not in tied and not is_learned(plain):
                 matrices[plain] = parameter
     return dict(sorted(matrices.items()))
-
-
-def _wrapper_paths(model: nn.Module) -> set[str]:
-    """Paths of all modules that peft put around a base model's own modules."""
-    if "peft" not in sys.modules:
-        return set()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
-    return {path for path, module in model.named_modules() if isinstance(module, wrappers)}
 
 
 def _name_in_base(name: str, wrappers: set[str]) -> str | None:
@@ -186,13 +180,8 @@ def _fingerprint(matrices: dict[str, Tensor]) -> str:
     """SHA-256 over name, shape and 16 values of each matrix, evenly spread and as bfloat16."""
     digest = hashlib.sha256()
     for name, matrix in matrices.items():
-        digest.update(f"{name} {tuple(matrix.shape)}\n".encode() + _sample(matrix))
+        flat = matrix.detach().reshape(-1)
+        indices = torch.tensor([(flat.numel() - 1) * i // 15 for i in range(16)], device=flat.device)
+        sample = flat[indices].to("cpu", torch.bfloat16).view(torch.int16).numpy()
+        digest.update(f"{name} {tuple(matrix.shape)}\n".encode() + sample.tobytes())
     return digest.hexdigest()
-
-
-def _sample(matrix: Tensor, count: int = 16) -> bytes:
-    """Bytes of evenly spaced values of a matrix, the first and the last among them, as bfloat16."""
-    flat = matrix.detach().reshape(-1)
-    last = flat.numel() - 1
-    indices = torch.tensor([last * i // (count - 1) for i in range(count)], device=flat.device)
-    return flat[indices].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()

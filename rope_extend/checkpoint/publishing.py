@@ -1,4 +1,7 @@
-"""Uploading a checkpoint to the Hugging Face hub, with all that loading it needs and nothing else."""
+"""Uploading a checkpoint to the Hugging Face hub, with all that loading it needs and nothing else.
+
+Who publishes an adapter publishes the local paths in its files too, so they are named.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,35 @@ from contextlib import contextmanager
 from glob import escape
 from os import PathLike
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from rope_extend.checkpoint.card_mark import CARD_NAME
-from rope_extend.checkpoint.local_paths import private_fields
+import yaml
+
 from rope_extend.checkpoint.manifest import CONFIGS, RECORD_NAME, check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
+from rope_extend.checkpoint.staging import CARD_NAME, TOKENIZER_FILES
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 
 _KNOWN = frozenset({
     CARD_NAME, RECORD_NAME, *CONFIGS, "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "tokenizer.model", "sentencepiece.bpe.model",
-    "sentencepiece.model", "spiece.model", "spm.model", "vocab.json", "vocab.txt", "merges.txt",
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 })  # fmt: skip
-"""Configs and files of tokenizers and processors, by the names that transformers gives them. A directory may
-hold other JSON, texts and pictures, which belong to the user."""
+"""Configs and files of processors, by the names that transformers gives them. A directory may hold other
+JSON, texts and pictures, which belong to the user."""
 _NOTICES = ("LICENSE", "NOTICE")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)")
 """A picture in Markdown."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FIELDS = {
+    "adapter_config.json": ("base_model_name_or_path",),
+    RECORD_NAME: ("base_model",),
+    "recipe.yaml": ("model", "data", "eval_data", "output_dir"),
+}
+"""The fields that may hold paths, by file. JSON is read as YAML."""
 
 
 def push_to_hub(
@@ -46,8 +55,8 @@ def push_to_hub(
     """Upload a checkpoint to the hub; returns the address of the commit.
 
     Its weights, configs, tokenizer, `rope_extend.json`, license, card and the pictures in the card are
-    uploaded. Files of other names stay here, and the log names them: the recipe and checkpoints of a run hold
-    local paths, and the rest is the user's own. Before the upload, the files are compared with their digests.
+    uploaded. Files of other names stay here, and the log names them. The files are compared with their
+    digests before.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
@@ -67,14 +76,13 @@ def push_to_hub(
     directory = Path(expand_home(directory))
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
-    for name, fields in private_fields(directory).items():
-        if name not in files_to_push(directory):
-            continue
-        raise RopeExtendError(
-            f"{directory / name} names a local path in {', '.join(fields)}, which nobody else can load; "
-            "write the hub id of the base model instead"
-        )
     names = files_to_push(directory)
+    for name, fields in private_fields(directory).items():
+        if name in names:
+            raise RopeExtendError(
+                f"{directory / name} names a local path in {', '.join(fields)}, which nobody else can load; "
+                "write the hub id of the base model instead"
+            )
     left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
     if left_out:
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
@@ -90,11 +98,7 @@ def push_to_hub(
 def open_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> None:
     """Create a repository on the hub if it is missing; so a long run knows that it can upload its result.
 
-    The arguments are those of `push_to_hub`.
-
-    Raises:
-        RopeExtendError: the repository is public and should be private, or the hub refuses or cannot be
-            reached.
+    The arguments and errors are those of `push_to_hub`.
     """
     import huggingface_hub
 
@@ -134,5 +138,43 @@ def files_to_push(directory: Path) -> list[str]:
     return sorted(
         path.name
         for path in directory.iterdir()
-        if path.is_file() and not path.is_symlink() and (path.name in names or path.name.startswith(_NOTICES))
+        if path.is_file()
+        and not path.is_symlink()
+        and (path.name in names or TOKENIZER_FILES.fullmatch(path.name) or path.name.startswith(_NOTICES))
     )
+
+
+def warn_of_local_paths(directory: Path) -> None:
+    """Log which fields of an adapter's files hold paths outside the working directory.
+
+    Stock loaders find an adapter's base model by the path in its config, so that path stays. The path of the
+    bundled model does not count: its adapters only demonstrate.
+    """
+    found = private_fields(directory, bundled=False)
+    if found:
+        listed = ", ".join(f"{name} ({', '.join(fields)})" for name, fields in found.items())
+        hint = ". recipe.yaml is not needed to load it" if "recipe.yaml" in found else ""
+        logger.warning(
+            "%s holds local paths: %s. Before you publish it, write the hub id of the base model instead%s",
+            directory, listed, hint,
+        )  # fmt: skip
+
+
+def private_fields(directory: Path, *, bundled: bool = True) -> dict[str, list[str]]:
+    """The fields of an adapter's files that hold paths outside the working directory, by file.
+
+    `bundled`: whether paths in the installed package count.
+    """
+    found: dict[str, list[str]] = {}
+    for name, fields in _FIELDS.items():
+        try:
+            data: Any = yaml.safe_load((directory / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            continue  # there is none, or it is not ours
+        for field in fields if isinstance(data, dict) else ():
+            values = data.get(field)
+            texts = values if isinstance(values, list) else [values]
+            paths = [text for text in texts if isinstance(text, str) and is_private(text)]
+            if any(bundled or not Path(path).is_relative_to(_PACKAGE) for path in paths):
+                found.setdefault(name, []).append(field)
+    return found

@@ -6,7 +6,6 @@ It is a file of its own, because a `config.json` in an adapter's directory keeps
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -24,12 +23,15 @@ from rope_extend.checkpoint.manifest import (
     read_json,
     weight_digests,
 )
+from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
+from rope_extend.journal import differences
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
+from rope_extend.models.loading import one_error
 from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
 from rope_extend.report.tables import is_private, public_name
@@ -104,9 +106,13 @@ class Record:
         return record if is_peft_model(model) else record.without_local_path()
 
     @property
-    def uses(self) -> tuple[Encoding, RopeShape, int]:
-        """What decides the positions that a model computes: its encoding, shape and window."""
-        return self.encoding, self.shape, self.target_length
+    def schedule(self) -> dict[str, Any]:
+        """What decides the positions that a model computes, as plain values: encoding, shape and window."""
+        return {
+            "encoding": self.encoding.to_dict(),
+            "shape": asdict(self.shape),
+            "target_length": self.target_length,
+        }
 
     def without_local_path(self) -> Self:
         """The record of a full checkpoint: of a local path to its base model only the last part."""
@@ -115,7 +121,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the exact inverse."""
         data = {name: getattr(self, name) for name in ("schema_version", *self.__dataclass_fields__)}
-        return {**data, "encoding": self.encoding.to_dict(), "shape": asdict(self.shape)}
+        return data | self.schedule
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -156,7 +162,10 @@ class Record:
 
 def write_record(directory: str | PathLike[str], record: Record) -> Path:
     """Write `rope_extend.json` into a directory, whole or not at all; returns its path."""
-    return _write_json(Path(directory) / RECORD_NAME, record.to_dict())
+    path = Path(directory) / RECORD_NAME
+    with one_error(f"cannot write {path}"):
+        write_json(path, record.to_dict(), durable=True)
+    return path
 
 
 def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
@@ -165,11 +174,8 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
     that was loaded without the encoding. Call this last: files that change afterwards are refused on loading.
 
-    Args:
-        directory: an adapter or a full checkpoint.
-        record: the record, without digests.
-        renamed: the user gave the base model's name in the record, so it replaces the one in an adapter's
-            config. Otherwise it only replaces a local path outside the working directory.
+    `renamed`: the user gave the base model's name in the record, so it replaces the one in an adapter's
+    config. Otherwise it only replaces a local path outside the working directory.
     """
     config = directory / ADAPTER_CONFIG
     if config.exists():
@@ -178,23 +184,18 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
         named = data.get("base_model_name_or_path")
         if record.base_model and (renamed or (isinstance(named, str) and is_private(named))):
             data["base_model_name_or_path"] = record.base_model
-        _write_json(config, data)
-    try:
+        with one_error(f"cannot write {config}"):
+            write_json(config, data, durable=True)
+    with one_error(f"cannot read the checkpoint {directory}"):
         record = replace(record, weights=weight_digests(directory), configs=config_digests(directory))
-    except OSError as error:
-        raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
     write_record(directory, record)
     return record
 
 
 def adapter_mark(record: Record) -> dict[str, Any]:
     """The note of the encoding in an adapter's own config."""
-    return {
-        "encoding": record.encoding.to_dict(),
-        "shape": asdict(record.shape),
-        "target_length": record.target_length,
-        "note": "trained with this position encoding, which peft does not apply: use rope_extend.load",
-    }
+    note = "trained with this position encoding, which peft does not apply: use rope_extend.load"
+    return {**record.schedule, "note": note}
 
 
 def check_agreement(directory: Path, record: Record) -> None:
@@ -205,26 +206,15 @@ def check_agreement(directory: Path, record: Record) -> None:
         note = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
     else:
         path = directory / "config.json"
-        note = read_json(path).get(CONFIG_RECORD)
+        note = plain_config(read_json(path)).get(CONFIG_RECORD)
     if note is None:
         return
-    recorded = json.loads(json.dumps(record.to_dict()))
-    for key in ("encoding", "shape", "target_length"):
-        noted = note.get(key) if isinstance(note, dict) else None
-        if noted != recorded[key]:
-            raise RopeExtendError(
-                f"{directory / RECORD_NAME} says that {key} is {recorded[key]}, but {path.name} next to it "
-                f"says {noted}: one of the two is not what was saved; restore the directory, or save the "
-                "model again"
-            )
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> Path:
-    try:
-        write_json(path, data, durable=True)
-    except OSError as error:
-        raise RopeExtendError(f"cannot write {path}: {error}") from error
-    return path
+    noted = {key: note.get(key) for key in record.schedule} if isinstance(note, dict) else {}
+    if changed := differences(noted, record.schedule):
+        raise RopeExtendError(
+            f"{path} does not agree with the {RECORD_NAME} next to it: {changed}. One of the two is not what "
+            "was saved; restore the directory, or save the model again"
+        )
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
@@ -234,10 +224,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
         RopeExtendError: the file is missing, damaged, or of an unknown schema version.
     """
     path = Path(directory) / RECORD_NAME
-    try:
+    with one_error(f"cannot read {directory}"):
         exists = path.exists()
-    except OSError as error:
-        raise RopeExtendError(f"cannot read {directory}: {error}") from error
     if not exists:
         if not path.parent.exists():
             raise RopeExtendError(f"there is no directory {directory} (in {Path.cwd()})")

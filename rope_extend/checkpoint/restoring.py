@@ -23,7 +23,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.parameters import is_learned, read_learned
-from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
 from rope_extend.models.view import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 
@@ -51,9 +50,8 @@ def load(
         check_base: compare an adapter's base model with the one it was trained on. Set it to False to use
             another one.
         from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
-            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model;
-            `token`, `cache_dir` and `local_files_only` apply to both. `variant`, `subfolder` and `gguf_file`
-            select files of an adapter's base model; for a full checkpoint they are refused.
+            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model. Those
+            that select files, such as `subfolder`, are for an adapter's base model.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, otherwise the family's own class.
@@ -73,8 +71,6 @@ def load(
     record = checked_record(directory, check_files)
     if not adapter:
         model = load_model(str(directory), refuse_unexpected=True, **from_pretrained_options)
-        for part in dual_chunk_configs(model.config):  # an export's own; the record says it for us
-            delattr(part, DUAL_CHUNK_KEY)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)
         return model
@@ -143,13 +139,8 @@ def checked_record(directory: Path, check_files: bool) -> Record:
 def load_model(name: str, hint: str = "", *, refuse_unexpected: bool = False, **options: Any) -> Any:
     """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
 
-    Stock `from_pretrained` only warns when it initialises weights that the files do not have.
-
-    Args:
-        name: a directory or a hub id.
-        hint: added to the error message if there is no such model.
-        refuse_unexpected: also refuse files with weights that the model does not have.
-        options: options for `from_pretrained`.
+    Stock `from_pretrained` only warns when it initialises weights that the files do not have. `hint` is added
+    to the error if there is no such model; `refuse_unexpected` refuses weights that the model does not have.
     """
     from transformers import AutoModelForCausalLM
 
@@ -184,9 +175,7 @@ def attach(
     """
     from peft import PeftConfig, PeftModel
 
-    check = partial(
-        check_base_model, model, record.base_fingerprint, adapter=directory, trained_on=record.base_model
-    )
+    check = partial(check_base_model, model, record.base_fingerprint, directory, record.base_model)
     patch_before = current_patch(model)
     with one_error(f"cannot read {directory / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(directory))
@@ -198,10 +187,7 @@ def attach(
         if check_base and not changed_by:
             check(advice=advice)
         with (
-            one_error(
-                f"the adapter in {directory} does not fit this {record.model_type} model; it was trained on "
-                f"{record.base_model!r}"
-            ),
+            one_error(f"the adapter in {directory} does not fit this model; it is of {record.base_model!r}"),
             undone_on_failure(model, weights=changed_by is not None),
             warnings.catch_warnings(),
         ):
@@ -267,7 +253,8 @@ def apply_record(model: nn.Module, record: Record, directory: Path | None = None
     """
     _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)
-    if active is not None and (active.encoding, active.shape, active.target_length) != record.uses:
+    recorded = record.encoding, record.shape, record.target_length
+    if active is not None and (active.encoding, active.shape, active.target_length) != recorded:
         raise RopeExtendError(
             f"the model is patched with {active.encoding}, but the checkpoint uses {record.encoding}; remove "
             "the patch first"
@@ -295,9 +282,7 @@ def apply_record(model: nn.Module, record: Record, directory: Path | None = None
 def undone_on_failure(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
     """Take the modules of peft out of a model again if the block raises, and restore `requires_grad`.
 
-    Args:
-        model: the base model.
-        weights: also restore the weights, from a copy that is kept during the block.
+    `weights`: also restore the weights, from a copy that is kept during the block.
     """
     children = [(module, dict(module._modules)) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

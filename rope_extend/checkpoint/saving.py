@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.checkpoint.local_paths import warn_of_local_paths
 from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, read_json
 from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.checkpoint.peft_models import is_peft_model
+from rope_extend.checkpoint.publishing import warn_of_local_paths
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
@@ -41,10 +41,9 @@ def save(
 ) -> Path:
     """Save a patched model, with the record of its encoding; returns the directory.
 
-    A model with a peft adapter gives an adapter directory (`adapter_model.safetensors`,
-    `adapter_config.json`, `rope_extend.json`). A model without one gives a full checkpoint. Stock
-    `from_pretrained` loads it if stock transformers supports the encoding. All files are written and checked
-    before they replace earlier ones. If the save fails or is interrupted, the directory is unchanged.
+    A model with a peft adapter gives an adapter directory, a model without one a full checkpoint. Stock
+    `from_pretrained` loads that if stock transformers supports the encoding. All files are written and
+    checked before they replace earlier ones. If the save fails or is interrupted, the directory is unchanged.
 
     Args:
         model: a model with an active patch.
@@ -121,12 +120,7 @@ def finish(
 ) -> Record:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-    Args:
-        directory: an adapter or a full checkpoint.
-        model: the patched model that was saved there.
-        record: the record, without digests.
-        guard: as in `save`.
-        renamed: as in `seal`.
+    `guard` is that of `save`, `renamed` that of `seal`.
     """
     config = directory / "config.json"
     if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
@@ -146,9 +140,14 @@ def write_model(base: Any, directory: Path, max_shard_size: int | str | None = N
 
 
 def write_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """`tokenizer.save_pretrained`, with an OSError if the disk is full."""
+    """`tokenizer.save_pretrained`, with an OSError if the disk is full.
+
+    Several chat templates go into its config, so that all files of a checkpoint are in one directory.
+    """
     try:
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(
+            directory, save_jinja_files=not isinstance(getattr(tokenizer, "chat_template", None), dict)
+        )
     except OSError:
         raise
     except Exception as error:  # the tokenizers library raises no other type

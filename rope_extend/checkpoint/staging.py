@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
-from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card
 from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, flush
@@ -24,19 +24,17 @@ _CHECKPOINT_FILES = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
 """The files of a checkpoint besides its weight files. `overwrite` replaces these and leaves all others."""
-CHAT_TEMPLATES = "additional_chat_templates"
-"""The directory of a tokenizer's chat templates besides the default one."""
-_TOKENIZER_FILES = re.compile(
+TOKENIZER_FILES = re.compile(
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|chat_template\.jinja|tokenizer\.model|spiece\.model|merges\.txt|vocab\.txt"
-    rf"|{CHAT_TEMPLATES}(/[^/]+\.jinja)?"
+    r"|chat_template\.jinja|(tokenizer|sentencepiece(\.bpe)?|spiece|spm)\.model|merges\.txt|vocab\.txt"
 )
 """The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
 
+CARD_NAME = "README.md"
+_MARK = re.compile(r"\n<!-- written by rope_extend, ([0-9a-f]{64}) -->\n\Z")
+"""The mark in a model card by which we recognise one that we wrote and nobody has edited."""
+
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
-_being_filled: set[Path] = set()
-"""The directories that this process fills. Others of their kind are left of killed processes: a directory has
-one writer at a time."""
 
 
 @contextmanager
@@ -57,19 +55,14 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise _in_use(target, f"a checkpoint ({present[0]})")
     try:
         with nullcontext() if writes_to(target) else only_writer(target, "save"):
+            # A directory has one writer at a time, so those of other processes are left of killed ones.
+            ours = f"{_UNFINISHED}{os.getpid()}-"
             for leftover in target.glob(f"{_UNFINISHED}*"):
-                if leftover.resolve() not in _being_filled:
+                if not leftover.name.startswith(ours):
                     shutil.rmtree(leftover, ignore_errors=True)
-            with tempfile.TemporaryDirectory(
-                dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
-            ) as name:
-                directory = Path(name).resolve()
-                _being_filled.add(directory)
-                try:
-                    yield directory
-                    _publish(directory, target, overwrite)
-                finally:
-                    _being_filled.discard(directory)
+            with tempfile.TemporaryDirectory(dir=target, prefix=ours, ignore_cleanup_errors=True) as name:
+                yield Path(name).resolve()
+                _publish(Path(name).resolve(), target, overwrite)
     except RopeExtendError:
         raise
     except (OSError, SafetensorError, ValueError) as error:
@@ -82,15 +75,32 @@ def refuse_base_model(target: Path, base_model: str | None) -> None:
     transformers loads an adapter that lies next to a GGUF file together with that file, so the directory of
     the file is refused as well.
     """
-    if not base_model:  # transformers names a model that was made from its config ""
-        return
-    base, holds = Path(expand_home(base_model)), ""
+    base = Path(expand_home(base_model or ""))  # transformers names a model that was made from its config ""
+    same = False
     with suppress(OSError, ValueError):  # there is no such directory, or no file can have the name
-        for place in (base.parent, base.resolve().parent) if base.is_file() else (base,):
-            if os.path.samefile(place, target):
-                holds = f"holds {base.name}, the base model" if base.is_file() else "is the base model"
-    if holds:
-        raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
+        places = (base.parent, base.resolve().parent) if base.is_file() else (base,)
+        same = bool(base_model) and any(os.path.samefile(place, target) for place in places)
+    if same:
+        holds = f"holds {base.name}," if base.is_file() else "is"
+        raise RopeExtendError(f"{target} {holds} the base model of the adapter; choose another directory")
+
+
+def marked(text: str) -> str:
+    """The text of a card with our mark."""
+    return f"{text}\n<!-- written by rope_extend, {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def is_our_card(path: Path) -> bool:
+    """Whether a file is a card that we wrote and nobody has edited. A link is never ours.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    mark = _MARK.search(text)
+    return mark is not None and text == marked(text[: mark.start()])
 
 
 def how_to_restore(directory: Path) -> str:
@@ -98,7 +108,7 @@ def how_to_restore(directory: Path) -> str:
     with suppress(OSError):
         backups = sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
         if backups:
-            new = ", ".join(path.name for path in checkpoint_files(directory))
+            new = ", ".join(checkpoint_files(directory))
             remove = f"remove {new} from {directory} and " if new else ""
             return (
                 f"a save was killed, and left the earlier checkpoint in {backups[-1]}. To restore it, "
@@ -107,27 +117,18 @@ def how_to_restore(directory: Path) -> str:
     return ""
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
+def checkpoint_files(directory: Path) -> list[str]:
     """The names of the files of a checkpoint in a directory, if there are any."""
+    names = _files(directory) if directory.exists() else []
+    return [name for name in names if _CHECKPOINT_FILES.fullmatch(name) or is_weight_file(name)]
+
+
+def _files(directory: Path) -> list[str]:
+    """The names of the files and links in a directory, sorted."""
     try:
-        names = [path.name for path in directory.iterdir()] if directory.exists() else []
+        return sorted(path.name for path in directory.iterdir() if path.is_symlink() or not path.is_dir())
     except OSError as error:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
-    known = [name for name in sorted(names) if _CHECKPOINT_FILES.fullmatch(name) or is_weight_file(name)]
-    return [Path(name) for name in known if not _is_directory(directory / name)]
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _present_tokenizer(directory: Path) -> list[Path]:
-    """The names of the files of a tokenizer in a directory, below it for additional chat templates."""
-    templates = directory / CHAT_TEMPLATES
-    below = templates.iterdir() if _is_directory(templates) else ()
-    names = [path.relative_to(directory) for path in (*directory.iterdir(), *below)]
-    known = [name for name in names if _TOKENIZER_FILES.fullmatch(name.as_posix())]
-    return [name for name in known if not _is_directory(directory / name)]
 
 
 def _in_use(target: Path, contents: str) -> RopeExtendError:
@@ -143,28 +144,30 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
     where the old files are.
     """
 
-    def record_last(name: Path) -> tuple[bool, Path]:
-        return name.name == RECORD_NAME, name
+    def record_last(name: str) -> tuple[bool, str]:
+        return name == RECORD_NAME, name
 
-    for path in source.rglob("*"):
-        flush(path)
-    files = [path.relative_to(source) for path in source.rglob("*") if not path.is_dir()]
-    new = sorted(files, key=record_last)
-    old = _replaced_by(new, target)
-    if old and not overwrite:
-        raise _in_use(target, min(old).as_posix())
-    for name in old:
-        if _is_directory(target / name):
+    new = sorted(_files(source), key=record_last)
+    for name in new:
+        flush(source / name)
+        if (target / name).is_dir() and not (target / name).is_symlink():
             raise RopeExtendError(
                 f"cannot save to {target}: {name} in it is a directory; move it away, or choose another"
             )
+    old = {name for name in (*checkpoint_files(target), *new) if os.path.lexists(target / name)}
+    if any(map(TOKENIZER_FILES.fullmatch, new)):
+        old |= {name for name in _files(target) if TOKENIZER_FILES.fullmatch(name)}
+    if old and not overwrite:
+        raise _in_use(target, min(old))
+    if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint
+        old.add(CARD_NAME)
     backup = target / f"{_REPLACED}{uuid4().hex[:8]}"
     try:
         backup.mkdir()
         for name in sorted(old, key=record_last, reverse=True):
-            _move(target / name, backup / name)
+            os.replace(target / name, backup / name)
         for name in new:
-            _move(source / name, target / name)
+            os.replace(source / name, target / name)
         flush(target)
     except BaseException:
         for name in new:
@@ -172,33 +175,9 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
                 os.replace(target / name, source / name)
         for name in sorted(old, key=record_last):
             if os.path.lexists(backup / name):
-                _move(backup / name, target / name)
-        made = [target / name.parent for name in new if len(name.parts) > 1]
-        for path in (*made, *backup.glob("*"), backup):
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
+                os.replace(backup / name, target / name)
+        with suppress(OSError):  # it was not made
+            backup.rmdir()
         raise
     for path in target.glob(f"{_REPLACED}*"):  # also what an earlier save left that was killed
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _replaced_by(new: list[Path], target: Path) -> set[Path]:
-    """The names of all files in `target` that a checkpoint with the files `new` replaces."""
-    old = {name for name in (*checkpoint_files(target), *new) if os.path.lexists(target / name)}
-    if any(_TOKENIZER_FILES.fullmatch(name.as_posix()) for name in new):
-        old |= set(_present_tokenizer(target))
-    if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint
-        old.add(Path(CARD_NAME))
-    # A link or a file that has the name of one of our directories is replaced; no link is written through.
-    for name in new:
-        for parent in name.parents[:-1]:
-            if os.path.lexists(target / parent) and not _is_directory(target / parent):
-                old.add(parent)
-    return {name for name in old if not old & set(name.parents)}
-
-
-def _move(path: Path, to: Path) -> None:
-    """Rename a file, also into a directory that does not exist yet."""
-    if not to.parent.exists():
-        to.parent.mkdir()
-    os.replace(path, to)

@@ -27,7 +27,7 @@ from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, sha256, write_json
-from rope_extend.models.loading import pretrained
+from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch
@@ -52,14 +52,13 @@ class Verification:
         inside: largest difference of a logit at positions within the pretrained window.
         beyond: the same at later positions; None if none were tested.
         tolerance: the allowed difference.
-        rounding: None if no difference exceeds the tolerance. Otherwise the largest change of a logit when
-            all angles change by float32's rounding error, measured in each piece. Twice that change is
-            allowed.
+        rounding: if a difference exceeds the tolerance, the largest change of a logit when all angles change
+            by float32's rounding error. Twice that of a piece is allowed.
         trained_length: the pretrained window, in tokens.
         length: the tested window, in tokens.
         pieces: the tested pieces of text, by name: the number of tokens, the first and the last position.
         versions: versions of the libraries.
-        record: SHA-256 of the `rope_extend.json` of the verified checkpoint.
+        record: SHA-256 of the checkpoint's `rope_extend.json`.
     """
 
     verdict: str
@@ -74,27 +73,18 @@ class Verification:
     versions: dict[str, str]
     record: str
 
-    @property
-    def ok(self) -> bool:
-        """Whether the checkpoint computes the right logits, with or without rope_extend."""
-        return self.verdict != "differs"
-
     def check(self) -> Verification:
-        """Return this verification if it is `ok`.
+        """Return this verification if the logits are right, with or without rope_extend.
 
         Raises:
             RopeExtendError: the checkpoint computes other logits than the original.
         """
-        if not self.ok:
+        if self.verdict == "differs":
             raise RopeExtendError(f"verification failed: {self.reason}")
         return self
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.reason}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def verify(
@@ -107,20 +97,16 @@ def verify(
 ) -> Verification:
     """Reload a checkpoint in a process without rope_extend, and compare its logits with the patched original.
 
-    The comparison runs on the CPU in float32, at positions inside the pretrained window, around its edge, at
-    the end of the extended window, and spread over all of it. The verdict is written to `verification.json`
-    in the directory.
+    The comparison runs on the CPU in float32, at positions inside the pretrained window, around its edge, and
+    at the end of the extended window. The verdict is written to `verification.json` in the directory.
 
     Args:
-        directory: a checkpoint with its record. The other process loads an adapter with rope_extend, because
-            nothing else knows its encoding.
+        directory: a checkpoint with its record. An adapter needs rope_extend in the other process too.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         reference: a patched model, or the directory of one, such as the adapter that was merged; default: the
-            checkpoint itself, loaded by `rope_extend.load`. A merge into bfloat16 is rounded, so it differs
-            from its adapter by more than the tolerance.
-        tolerance: allowed difference of a logit. If it is exceeded, the effect of float32's rounding of the
-            angles on this model is measured, and twice that is allowed: stock tables are float32, ours
-            float64.
+            checkpoint itself. A merge into bfloat16 is rounded, and differs by more than the tolerance.
+        tolerance: allowed difference of a logit, or twice the effect of float32's rounding of angles, which
+            is measured if needed: stock tables are float32, ours float64.
         length: the window to test, in tokens; default: the recorded target length.
 
     Raises:
@@ -135,11 +121,13 @@ def verify(
     length = length or record.target_length
     model = _reference(directory if reference is None else reference, base_model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    original = _Original(model, record, pieces(record.shape.trained_length, length, vocabulary), tolerance)
+    inputs = pieces(record.shape.trained_length, length, vocabulary)
+    expected = logits(model, inputs)
     adapter = (directory / ADAPTER_CONFIG).exists()
 
     def compared(*, plugin: bool) -> _Comparison:
-        return original.compare(_logits_elsewhere(directory, base_model, original.inputs, plugin=plugin))
+        answer = _logits_elsewhere(directory, base_model, inputs, plugin=plugin)
+        return _compare(model, record, inputs, expected, answer, tolerance)
 
     result = compared(plugin=adapter)
     verdict, why = "equal", "stock transformers alone computes the same logits"
@@ -149,7 +137,11 @@ def verify(
             "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
             "libraries do once it is merged"
         )
-    elif result.error and not _is_supported_by_stock(directory, record):
+    # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
+    elif result.error and (
+        record.encoding.depends_on_length
+        or not has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)
+    ):
         verdict = "needs rope_extend"
         why = (
             f"stock transformers does not support {record.encoding} exactly ({result.error}); a new process "
@@ -165,26 +157,22 @@ def verify(
         inside=result.inside,
         beyond=result.beyond,
         tolerance=tolerance,
-        rounding=original.largest_rounding,
+        rounding=result.rounding,
         trained_length=record.shape.trained_length,
         length=length,
-        pieces={name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in original.inputs.items()},
+        pieces={name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in inputs.items()},
         versions=checkpoint_versions(),
         record=sha256(directory / RECORD_NAME),
     )
-    path = directory / VERIFICATION_NAME
-    try:
-        write_json(path, verification.to_dict(), durable=True)
-    except OSError as error:
-        raise RopeExtendError(f"cannot write {path}: {error}") from error
+    with one_error(f"cannot write {directory / VERIFICATION_NAME}"):
+        write_json(directory / VERIFICATION_NAME, asdict(verification), durable=True)
     return verification
 
 
 def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:
     """`(token ids [T], positions [T])` of each tested piece of text, by name; the same in every call.
 
-    A window of any length needs only a few hundred tokens, because the positions are passed explicitly. They
-    are far apart in `inside` and `spread`.
+    A window of any length needs only a few hundred tokens, because the positions are passed explicitly.
     """
     edge = min(trained_length, length)
     half = PIECE // 2
@@ -264,73 +252,59 @@ def _logits_elsewhere(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The largest difference of a logit within the pretrained window and beyond it; an error if too large."""
+    """What the logits of another process are off by; `error` if it is too much. See `Verification`."""
 
     error: str | None
     inside: float | None = None
     beyond: float | None = None
+    rounding: float | None = None
 
 
-class _Original:
-    """The patched original, with which the logits of another process are compared."""
-
-    def __init__(self, model: Any, record: Record, inputs: Inputs, tolerance: float) -> None:
-        self.inputs = inputs
-        self._model, self._record, self._tolerance = model, record, tolerance
-        self._expected = logits(model, inputs)
-        self._rounding: dict[str, float] = {}
-
-    @property
-    def largest_rounding(self) -> float | None:
-        """The largest effect of float32's rounding over all pieces; None if it was not measured."""
-        return max(self._rounding.values(), default=None)
-
-    def compare(self, answer: Mapping[str, Tensor] | str) -> _Comparison:
-        """The largest differences from the logits, or the error message, of the other process."""
-        if isinstance(answer, str):
-            return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
-        error, worst = None, 1.0
-        largest: dict[bool, float] = {}
-        for name, (_, positions) in self.inputs.items():
-            if answer[name].shape != self._expected[name].shape:
-                shapes = f"{tuple(answer[name].shape)}, not {tuple(self._expected[name].shape)}"
-                return _Comparison(f"its logits have shape {shapes}")
-            gaps = (answer[name] - self._expected[name]).abs().nan_to_num(torch.inf).amax(-1)
-            for beyond in (False, True):
-                these = gaps[(positions >= self._record.shape.trained_length) == beyond]
-                if len(these):
-                    largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
-            gap, at = (value.item() for value in gaps.max(0))
-            if gap > self._tolerance and gap / (allowed := self._allowed(name)) > worst:
-                worst = gap / allowed
-                error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
-        return _Comparison(error, largest.get(False), largest.get(True))
-
-    def _allowed(self, name: str) -> float:
-        """The allowed difference of a logit in a piece.
-
-        In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of
-        a radian. So the effect of float32's rounding of the angles is measured, and twice that is allowed.
-        """
-        if self._record.encoding.beyond_one_table(self._record.shape):
-            # The smallest change of a position may select another table, and any difference would pass.
-            return self._tolerance
-        if not self._rounding:
-            self._rounding = dict.fromkeys(self.inputs, 0.0)
-            generator = torch.Generator().manual_seed(0)
-            for shared in (True, False):  # the same error at all positions, then one for each
-                moved = {}
-                for each, (ids, positions) in self.inputs.items():
-                    signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
-                    moved[each] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
-                for each, moved_logits in logits(self._model, moved).items():
-                    gap = float((moved_logits - self._expected[each]).abs().max())
-                    self._rounding[each] = max(gap, self._rounding[each])
-        return max(self._tolerance, 2 * self._rounding[name])
+def _compare(
+    model: Any,
+    record: Record,
+    inputs: Inputs,
+    expected: Mapping[str, Tensor],
+    answer: Mapping[str, Tensor] | str,
+    tolerance: float,
+) -> _Comparison:
+    """Compare the logits, or the error message, of another process with those of the patched original."""
+    if isinstance(answer, str):
+        return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
+    error, worst, largest = None, 1.0, dict[bool, float]()
+    rounding: dict[str, float] = {}
+    for name, (_, positions) in inputs.items():
+        if answer[name].shape != expected[name].shape:
+            shapes = f"{tuple(answer[name].shape)}, not {tuple(expected[name].shape)}"
+            return _Comparison(f"its logits have shape {shapes}")
+        gaps = (answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
+        for beyond in (False, True):
+            these = gaps[(positions >= record.shape.trained_length) == beyond]
+            if len(these):
+                largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
+        gap, at = (value.item() for value in gaps.max(0))
+        # Where a change of a position may select another table, any difference would pass.
+        if gap > tolerance and not rounding and not record.encoding.beyond_one_table(record.shape):
+            rounding = _rounding(model, inputs, expected)
+        if gap > (allowed := max(tolerance, 2 * rounding.get(name, 0.0))) and gap / allowed > worst:
+            worst = gap / allowed
+            error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
+    return _Comparison(error, largest.get(False), largest.get(True), max(rounding.values(), default=None))
 
 
-def _is_supported_by_stock(directory: Path, record: Record) -> bool:
-    """Whether stock transformers should compute the recorded encoding exactly from the config."""
-    if record.encoding.depends_on_length:
-        return False  # stock transformers uses the longest row of a batch
-    return has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)
+def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest change of a logit in each piece when all angles change by float32's rounding error.
+
+    In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of a
+    radian.
+    """
+    found = dict.fromkeys(inputs, 0.0)
+    generator = torch.Generator().manual_seed(0)
+    for shared in (True, False):  # the same error at all positions, then one for each
+        moved = {}
+        for name, (ids, positions) in inputs.items():
+            signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
+            moved[name] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
+        for name, moved_logits in logits(model, moved).items():
+            found[name] = max(float((moved_logits - expected[name]).abs().max()), found[name])
+    return found

@@ -43,7 +43,7 @@ def checked(check: Callable[[str], object]) -> Callable[[str], str]:
     return argument(parse)
 
 
-path = expand_home
+path = argument(expand_home)
 """The path of a file or a directory, which need not exist."""
 length = argument(parse_length)
 """A number of tokens: `32k`, `4096`."""

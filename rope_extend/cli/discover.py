@@ -143,7 +143,7 @@ def info(arguments: argparse.Namespace) -> None:
     target = arguments.target_length or 8 * shape.trained_length
     effects = model.effects(target)
     if arguments.json:
-        values = {**model.to_dict(), "critical_pairs": critical_range(shape), "target_length": target}
+        values = {**asdict(model), "critical_pairs": critical_range(shape), "target_length": target}
         print(json.dumps({**values, "effects": [asdict(effect) for effect in effects]}, indent=2))
         return
     rows = {
@@ -159,8 +159,6 @@ def info(arguments: argparse.Namespace) -> None:
     if shape.dim >= 4:
         first, last = critical_range(shape)
         rows["critical pair"] = f"{last} in theory; LongRoPE2 searches from {first} to {last}"
-    if model.dual_chunk:
-        rows["dual chunk"] = "the config has dual_chunk_attention_config; stock transformers ignores it"
     for name, value in rows.items():
         print(f"{name:<16}{value}")
     if model.record:
@@ -211,7 +209,7 @@ def demo(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """Check this machine: versions, devices, bfloat16, attention backends, optional packages and disk.
+    """Check this machine: versions, devices, bfloat16, optional packages and disk.
 
     A line that starts with `!` says what to do. Nothing is downloaded. Add the output to a bug report.
     """

@@ -31,6 +31,9 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 MOST_IN_USAGE = 16
 """Number of arguments above which the usage line does not list them."""
 
+USUAL_GROUPS = 3
+"""Number of groups of arguments that `--help` explains: those of argparse, and the first one of a command."""
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that answers a mistake with one line and the command for help, without the whole usage."""
@@ -132,7 +135,7 @@ report {_8B} --target-length 32k --data books/ --output report
 report {_8B} --target-length 32k --plan
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
-compare report report --row none --row yarn --output difference
+compare report report --row none --row yarn --output difference.md
 plot perplexity report --output ppl.svg
 plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
@@ -190,6 +193,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         _fail(f"invalid choice of command: {name!r}.{hint} Commands: {', '.join(COMMANDS)}")
     parser = command_parser(name)
+    if "--help-all" in rest:
+        rest = ["--help"]
+    elif not {"-h", "--help"}.isdisjoint(rest):
+        _shorten_help(parser)
     _check_flags(parser, rest)
     return parser.parse_in_any_order(rest)
 
@@ -207,6 +214,14 @@ def command_parser(name: str) -> Parser:
     lines = "\n".join(["examples:", *(f"  rope-extend {line}" for line in examples(name))])
     parser.epilog = f"{parser.epilog}\n\n{lines}" if parser.epilog else lines
     return parser
+
+
+def _shorten_help(parser: Parser) -> None:
+    """Leave the groups of special flags out of help, and name them."""
+    special = [str(group.title) for group in parser._action_groups[USUAL_GROUPS:]]
+    if special:
+        del parser._action_groups[USUAL_GROUPS:]
+        parser.epilog = f"--help-all explains more flags: {', '.join(special)}\n\n{parser.epilog}"
 
 
 def _check_flags(parser: Parser, words: Sequence[str]) -> None:
@@ -243,7 +258,7 @@ def _help() -> str:
     ]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {run.__name__:<12}{summary(run.__name__)}" for run in commands)]
-    last = "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version."
+    last = "`COMMAND --help` explains a command, `--help-all` each flag; `--version` prints the version."
     return "\n".join([*lines, "", last])
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rope_extend.cli.arguments import add_json, add_output, add_settings, length, methods, path
 from rope_extend.config import from_arguments
@@ -20,10 +19,7 @@ from rope_extend.evaluation.evaluation_config import (
     StudyConfig,
 )
 from rope_extend.evaluation.protocols import protocol_help
-from rope_extend.files import check_new
-
-if TYPE_CHECKING:
-    from rope_extend.evaluation.measurement import Measurement
+from rope_extend.files import check_new, write_text
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 KINDS = (
@@ -59,25 +55,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
     config = model_config(EvaluationConfig, arguments)
-    _check_needs(config, arguments, "evaluate")
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
-
-    from rope_extend.evaluation.evaluate import evaluate as run
-    from rope_extend.evaluation.report_files import markdown_report
-    from rope_extend.models.processes import is_main_process
-
-    if arguments.plan:
-        measurement, work = _estimate(config, arguments)
-        plan = measurement.plan
-        if plan is None:
-            raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
-        if is_main_process():
-            values = {**plan.to_dict(), "work": work.splitlines()}
-            print(json.dumps(values, indent=2) if arguments.json else f"{plan}\n{work}")
-        plan.check()
-        return
-    _run(config, arguments, run, markdown_report)
+    _measure(config, arguments)
 
 
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +75,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
     config = model_config(RetrievalConfig, arguments)
     if not config.output:
         raise RopeExtendError("retrieve needs --output, the directory of the report")
-
-    from rope_extend.evaluation.evaluate import retrieve as run
-    from rope_extend.evaluation.report_files import markdown_report
-
-    _run(config, arguments, run, markdown_report)
+    _measure(config, arguments)
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,15 +91,7 @@ def report(arguments: argparse.Namespace) -> None:
     which method to use, or to train. It can be stopped at any time, and the same command with --resume
     continues.
     """
-    config = model_config(StudyConfig, arguments)
-    _check_needs(config, arguments, "report")
-
-    from rope_extend.study import Study, compare_methods, without_needless_methods
-
-    if arguments.plan:
-        print(_estimate(without_needless_methods(config), arguments)[1])
-        return
-    _run(config, arguments, compare_methods, Study.markdown)
+    _measure(model_config(StudyConfig, arguments), arguments)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +103,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         "that both runs have)"
     )
     parser.add_argument("--row", action="append", default=[], metavar="LABEL", help=text)
-    add_output(parser, "DIR", "directory for comparison.md and the pictures")
+    add_output(parser, "FILE", "file for the tables, as Markdown")
     add_json(parser, "print JSON instead of tables")
 
 
@@ -150,15 +118,15 @@ def compare(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report_parts import comparison_parts
     from rope_extend.report.page import markdown
 
-    found, paths = compare_saved(
-        *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
-    )
-    if arguments.json:
-        print(json.dumps([comparison.to_dict() for comparison in found], indent=2))
-        return
-    print(markdown(comparison_parts(found)))
-    if paths:
-        print("written:", *paths)
+    if arguments.output:
+        check_new(Path(arguments.output), overwrite=arguments.overwrite)
+    first, second = arguments.runs
+    found = compare_saved(first, second, arguments.row)
+    text = markdown(comparison_parts(found))
+    print(json.dumps([comparison.to_dict() for comparison in found], indent=2) if arguments.json else text)
+    if arguments.output:
+        write_text(Path(arguments.output), text)
+        print("written:", arguments.output, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def _add_settings(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str, plan: str) -> None:
@@ -180,42 +148,37 @@ def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
     return from_arguments(cls, arguments, implied={"adapters": adapters} if adapters else {})
 
 
-def _check_needs(config: ModelConfig, arguments: argparse.Namespace, command: str) -> None:
-    """Refuse a measurement without texts or a place for its report; a plan alone needs neither."""
-    if config.data and config.output:
-        return
-    if not arguments.plan:
-        raise RopeExtendError(f"{command} needs --data and --output, or --plan for an estimate without them")
-    if arguments.resume:
-        raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")
-
-
-def _estimate(config: ModelConfig, arguments: argparse.Namespace) -> tuple[Measurement, str]:
-    """A measurement, and the work in it: all, or with `--resume` what is missing."""
-    from rope_extend.evaluation.measurement import Measurement
-
-    measurement = Measurement(config, texts=arguments.resume)
-    missing = measurement.missing(config.output) if arguments.resume and config.output else None
-    return measurement, measurement.work_text(missing)
-
-
-def _run(
-    config: ModelConfig, arguments: argparse.Namespace, measure: Any, text: Callable[[Any], str]
-) -> None:
-    """Measure, in one process or several, and print the table.
+def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
+    """Measure in one process or several and print the table, or print the plan alone.
 
     If it is interrupted or fails, and finished parts are on disk, a line says how to use them. An error of
     this library says itself what to do.
     """
+    plan = getattr(arguments, "plan", False)
+    if isinstance(config, EvaluationConfig | StudyConfig) and not (config.data and config.output):
+        if not plan:
+            raise RopeExtendError(
+                f"{config.command} needs --data and --output, or --plan for an estimate without them"
+            )
+        if arguments.resume:
+            raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")
+    if plan:
+        _print_plan(config, arguments)
+        return
+
     from rope_extend.evaluation.cells import holds_cells
+    from rope_extend.evaluation.evaluate import evaluate, retrieve
     from rope_extend.evaluation.output_directory import RESULTS
+    from rope_extend.evaluation.report_files import markdown_report
     from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.study import Study, compare_methods
     from rope_extend.training.launch import check_launch
 
+    run: Any = {"evaluate": evaluate, "retrieve": retrieve, "report": compare_methods}[config.command]
     check_launch(process_count())
     output = str(config.output)
     try:
-        found = measure(config, resume=arguments.resume, overwrite=arguments.overwrite)
+        found = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
     except RopeExtendError:
         raise
     except BaseException:
@@ -226,9 +189,28 @@ def _run(
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
     if is_main_process():
-        print(text(found))
+        print(found.markdown() if isinstance(found, Study) else markdown_report(found))
         none = "no report is written: nothing is measured yet"
         print(f"written: {output}" if (Path(output) / RESULTS).exists() else none)
+
+
+def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
+    """Print the estimated memory and time, and the work: all, or with `--resume` what is missing."""
+    from rope_extend.evaluation.measurement import Measurement
+    from rope_extend.models.processes import is_main_process
+
+    measurement = Measurement(config, texts=arguments.resume)
+    missing = measurement.missing(config.output) if arguments.resume and config.output else None
+    work, plan = measurement.work_text(missing), measurement.plan
+    if config.command == "report":
+        print(work)
+        return
+    if plan is None:
+        raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
+    if is_main_process():
+        values = {**plan.to_dict(), "work": work.splitlines()}
+        print(json.dumps(values, indent=2) if arguments.json else f"{plan}\n{work}")
+    plan.check()
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +221,6 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
         nargs = "+" if source == "results" else None
         command.add_argument(source, type=path, nargs=nargs, help=SOURCES[source])
         add_output(command, "FILE", "picture: .png, .svg or .pdf", required=True)
-        command.add_argument("--title", help="heading of the picture")
         if kind in ("accuracy", "heat-map"):
             text = "retrieval task (default: passkey)"
             command.add_argument("--task", default="passkey", metavar="NAME", help=text)
@@ -258,38 +239,38 @@ def plot(arguments: argparse.Namespace) -> None:
     check_new(output, overwrite=arguments.overwrite)
     draw = {"results": _plot_results, "run": _plot_run, "model": _plot_frequencies}
     source = next(source for kind, source, _ in KINDS if kind == arguments.kind)
-    draw[source](arguments, output, {"title": arguments.title})
+    draw[source](arguments, output)
     print("written:", output)
 
 
-def _plot_results(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+def _plot_results(arguments: argparse.Namespace, output: Path) -> None:
     from rope_extend.evaluation.report_files import read_runs
     from rope_extend.plots import curves, retrieval_maps
 
     rows = read_runs(arguments.results)
     if arguments.kind in ("perplexity", "loss"):
         draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-        draw([row for row in rows if row.result], output, **options)
+        draw([row for row in rows if row.result], output)
         return
     if arguments.kind == "accuracy":
-        retrieval_maps.plot_accuracy(rows, arguments.task, output, **options)
+        retrieval_maps.plot_accuracy(rows, arguments.task, output)
         return
     labels = [row.label for row in rows]
     row = arguments.row or (labels[0] if len(labels) == 1 else None)
     if row not in labels:
         problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
         raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
-    retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output, **options)
+    retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output)
 
 
-def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+def _plot_run(arguments: argparse.Namespace, output: Path) -> None:
     from rope_extend.plots.training_curves import plot_training
 
     run = Path(arguments.run)
-    plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
+    plot_training(run / "metrics.jsonl" if run.is_dir() else run, output)
 
 
-def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+def _plot_frequencies(arguments: argparse.Namespace, output: Path) -> None:
     from rope_extend.checkpoint.info import info
     from rope_extend.encodings import RemapEncoding, encoding_class, methods_from_length, rotary_method
     from rope_extend.plots.frequencies import plot_frequencies
@@ -299,4 +280,4 @@ def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict
     # Methods that change positions have the frequencies of plain RoPE.
     static = [name for name in methods_from_length() if not issubclass(encoding_class(name), RemapEncoding)]
     encodings = [rotary_method(name).for_target(shape, target) for name in arguments.methods or static]
-    plot_frequencies(encodings, shape, output, seq_len=target, **options)
+    plot_frequencies(encodings, shape, output, seq_len=target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -138,7 +139,7 @@ def verify(arguments: argparse.Namespace) -> None:
         tolerance=arguments.tolerance, length=arguments.length,
     )  # fmt: skip
     if arguments.json:
-        print(json.dumps(verification.to_dict(), indent=2))
+        print(json.dumps(asdict(verification), indent=2))
         verification.check()
         return
     for where, gap in (("inside", verification.inside), ("beyond", verification.beyond)):
@@ -166,7 +167,7 @@ def card(arguments: argparse.Namespace) -> None:
     A README.md that somebody else wrote or edited is not replaced.
     """
     from rope_extend.checkpoint.card import write_card
-    from rope_extend.checkpoint.card_mark import CARD_NAME
+    from rope_extend.checkpoint.staging import CARD_NAME
 
     path = write_card(
         arguments.directory, data=arguments.data, name=arguments.name, **_results(arguments.results)

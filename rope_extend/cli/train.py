@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-import yaml
-
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, path, size
 from rope_extend.config import from_arguments
@@ -45,9 +43,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
-    if (model := _model_of(arguments)) is not None:
-        check_checkpoint(model)  # before the checks of a recipe import torch
-    recipe = recipe_from_arguments(arguments)
+    recipe = recipe_from_arguments(arguments, lambda made: check_checkpoint(made.model))
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
@@ -66,18 +62,6 @@ def finetune(arguments: argparse.Namespace) -> None:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
     trained = f"{quote(recipe.model)} {quote(str(result.output_dir))}"
     print(f"evaluate it: rope-extend evaluate {trained} --data ...")
-
-
-def _model_of(arguments: argparse.Namespace) -> str | None:
-    """The model that a run names; None if there is none, or an error that the checks of a recipe explain."""
-    first = arguments.config
-    if arguments.model is not None or first is None or not first.endswith((".yaml", ".yml")):
-        return arguments.model or first
-    try:
-        model = yaml.safe_load(Path(first).read_text("utf-8"))["model"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
-        return None
-    return model if isinstance(model, str) else None
 
 
 def search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,6 @@ from rope_extend.checkpoint.info import info
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.commands import command_words
 from rope_extend.evaluation.comparison import regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
@@ -51,9 +50,9 @@ def run_demo(
 
     A run of a method with two tables mixes both windows: a part of its blocks are short texts. The control
     trains on the same number of tokens in the original window, and is measured with its context cropped to
-    that window. It shows what fine-tuning gains from the new kind of text alone. Perplexity, passkeys within
-    the old window and at the end of the new one, and a sample of text are measured, and the card of each run
-    shows them. Each step prints the command that does the same. What is finished in the directory is used.
+    that window. It shows what fine-tuning gains from the new kind of text alone. Perplexity, and
+    passkeys within the old window and at the end of the new one, are measured, and the card of each run shows
+    them. Each step prints the command that does the same. What is finished in the directory is used.
 
     Args:
         output: directory for the runs (`runs/`) and the report.
@@ -100,13 +99,17 @@ def run_demo(
         finetune_once(recipe)
         adapters.append(recipe.output_dir)
     lengths = [trained // 2 * 2**power for power in range(int(math.log2(target / trained)) + 2)]
-    config = EvaluationConfig(
-        model=base.model, output=str(output), data=DATA, lengths=tuple(lengths), methods=tuple(methods),
-        adapters=tuple(adapters), max_documents=DOCUMENTS, retrieval=TRIALS, retrieval_lengths=(target,),
-        samples=1,
-    )  # fmt: skip
-    print(f"\n[{len(runs) + 1}/{len(runs) + 2}] perplexity, passkeys and a sample, before and after")
-    _print_command("evaluate", *command_words(config))
+    asked: dict[str, Any] = {
+        "data": DATA, "lengths": tuple(lengths), "methods": tuple(methods), "max_documents": DOCUMENTS,
+        "retrieval": TRIALS, "retrieval_lengths": (target,), "output": str(output),
+    }  # fmt: skip
+    config = EvaluationConfig(model=base.model, adapters=tuple(adapters), **asked)
+    print(f"\n[{len(runs) + 1}/{len(runs) + 2}] perplexity and passkeys, before and after")
+    words = {EvaluationConfig.flag_name(key): value for key, value in asked.items()}
+    texts = [
+        (flag, ",".join(map(str, it)) if isinstance(it, tuple) else str(it)) for flag, it in words.items()
+    ]
+    _print_command("evaluate", base.model, *adapters, *chain(*texts))
     rows = evaluate(config, resume=not overwrite, overwrite=overwrite)
     print(f"\n[{len(runs) + 2}/{len(runs) + 2}] the model card of each run, with these results")
     for adapter in adapters:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,15 @@ from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.peft_models import changes_base, remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
-from rope_extend.encodings import Encoding, RopeShape, composed_name, encoding, method_named
+from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
-from rope_extend.evaluation.labels import distinct_labels, distinct_names, public_names
+from rope_extend.evaluation.labels import method_labels
 from rope_extend.memory.meta_device import quiet_patching
-from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.view import length_groups
 from rope_extend.patching import current_patch, patch_model
-from rope_extend.units import format_length
 
 DOUBLINGS = 3
 """How many doublings of the trained window are measured by default."""
@@ -93,11 +91,6 @@ class Candidates:
         return self.info.shape.trained_length
 
     @property
-    def longest(self) -> int:
-        """The longest length in tokens."""
-        return self.lengths[-1]
-
-    @property
     def plain_methods(self) -> list[str]:
         """The methods that give plain RoPE."""
         return [method for method in self.encodings if self._is_plain(method)]
@@ -110,11 +103,6 @@ class Candidates:
             for adapter, record in self.records.items()
             if record.encoding.name == PLAIN and record.target_length <= self.trained_length
         ]
-
-    @property
-    def method_labels(self) -> dict[str, str]:
-        """The label of each method's row."""
-        return method_labels(self.encodings)
 
     def _is_plain(self, method: str) -> bool:
         return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
@@ -175,7 +163,7 @@ class Candidates:
         if changed_to is None:
             yield
             return
-        target = None if method == PLAIN else self.longest
+        target = None if method == PLAIN else self.lengths[-1]
         with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
             # A patch compares the tables of the longest length. Others may differ at shorter ones.
             if method != PLAIN and not patch.changed and not changed_to.depends_on_length:
@@ -209,18 +197,16 @@ def _check_removable(adapter: Path) -> None:
     if not (adapter / "adapter_config.json").exists():
         return  # loading says what is missing
     config = read_json(adapter / "adapter_config.json")
-    reason = changes_base(SimpleNamespace(**config))
-    if reason is None and config.get("bias", "none") != "none":
-        reason = f'bias="{config["bias"]}"'
-    if reason is None:
-        return
-    is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-    how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
-    raise RopeExtendError(
-        f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
-        f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
-        "checkpoint as the model"
-    )
+    bias = config.get("bias", "none")
+    reason = changes_base(SimpleNamespace(**config)) or (None if bias == "none" else f'bias="{bias}"')
+    if reason is not None:
+        is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
+        how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
+        raise RopeExtendError(
+            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
+            f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
+            "checkpoint as the model"
+        )
 
 
 def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:
@@ -240,37 +226,3 @@ def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | N
             f"{shape.trained_length} tokens; give a longer one, or use only the methods {AS_IS} and {PLAIN}"
         )
     return named.for_target(shape, longest)
-
-
-def method_labels(methods: Collection[str]) -> dict[str, str]:
-    """Labels of untrained rows: the name of the method, or the end of the path of a saved encoding.
-
-    Raises:
-        RopeExtendError: the same path is given twice.
-    """
-    shown = public_names([*methods, *method_names(), PLAIN, AS_IS])  # a path gets no label of a method
-    labels = {method: shown[method] for method in methods}
-    twice = [method for method, label in labels.items() if [*labels.values()].count(label) > 1]
-    if twice:
-        raise RopeExtendError(f"{' and '.join(twice)} are the same path; give each method once")
-    return labels
-
-
-def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
-    """Labels of adapters such as `yarn + LoRA`, or `none + LoRA at 256` for plain RoPE.
-
-    Adapters with equal labels also get the name of their directory, with as much of its path as is needed.
-
-    Raises:
-        RopeExtendError: the same directory is given twice.
-    """
-    labels = []
-    for record in records.values():
-        labels.append(f"{composed_name(record.encoding)} + LoRA")
-        if record.encoding.name == PLAIN:
-            labels[-1] += f" at {format_length(record.target_length)}"
-    names = distinct_names([*records])
-    twice = [adapter for adapter, name in zip(records, names, strict=True) if names.count(name) > 1]
-    if twice:
-        raise RopeExtendError(f"{' and '.join(twice)} are the same directory; give each adapter once")
-    return dict(zip(records, distinct_labels(labels, names), strict=True))

@@ -1,8 +1,8 @@
 """Cells of a measurement: the smallest things that are measured, and where finished ones are kept.
 
-A cell is the perplexity of one row on one document, the answers of one row to a batch of prompts, or how one
-row continues a document. Each finished cell is a line of `cells.jsonl`. It is known by a digest of all that
-it depends on, so a cell of another text, adapter or setting is another line, and is not used.
+A cell is the perplexity of one row on one document, or the answers of one row to a batch of prompts. Each
+finished cell is a line of `cells.jsonl`. It is known by a digest of all that it depends on, so a cell of
+another text, adapter or setting is another line, and is not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rope_extend.journal import Identity, Journal, differences
 
 CELLS = "cells.jsonl"
 """File of the finished cells. Its first line says which model they belong to."""
-PERPLEXITY, RETRIEVAL, SAMPLE = "perplexity", "retrieval", "sample"
+PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
 """Kinds of cells, in the order in which those of a row are measured."""
 
 ADVICE = "use the arguments of that measurement, another output directory, or overwrite=True to replace it"
@@ -39,14 +39,12 @@ class Row:
         method: the untrained method; None for an adapter.
         adapter: the directory of the adapter; None for an untrained row.
         crop: number of tokens of context that the model sees; None for all.
-        within: whether the row is measured within the trained window alone, as a control.
     """
 
     label: str
     method: str | None = None
     adapter: str | None = None
     crop: int | None = None
-    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Cell:
     """One thing to measure.
 
     Attributes:
-        kind: `perplexity`, `retrieval` or `sample`.
+        kind: `perplexity` or `retrieval`.
         row: the row that is measured.
         number: number of the document, or of the batch of prompts.
         round: cells of one round are measured before those of the next, so that rows stay comparable.
@@ -87,7 +85,8 @@ class CellStore:
         part: number of the process, if several measure together. Each writes a file of its own.
 
     Raises:
-        RopeExtendError: the directory holds cells of another model, or another process writes to it.
+        RopeExtendError: the directory holds cells of another model or damaged ones, or another process writes
+            to it.
     """
 
     def __init__(self, directory: Path | None, model: Identity, part: int = 0) -> None:
@@ -95,6 +94,8 @@ class CellStore:
         name = CELLS if part == 0 else f"cells.{part}.jsonl"
         path = None if directory is None else directory / name
         self.journal = Journal(path, model, holds="measurements", advice=ADVICE)
+        if any(not {"cell", "kind", "identity"} <= record.keys() for record in self.journal.records):
+            raise RopeExtendError(f"a line of {str(path)!r} is damaged: it holds no finished cell; {ADVICE}")
         self.records = {record["cell"]: record for record in self.journal.records}
 
     def read(self, cell: Cell) -> dict[str, Any] | None:

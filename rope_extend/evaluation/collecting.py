@@ -11,49 +11,33 @@ from typing import Any
 import numpy as np
 
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.prompts import joined_fingerprint
 from rope_extend.evaluation.results import Cell as RetrievalCell
-from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 
 Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
 
 
 def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]:
-    """The values of a cell of perplexity for JSON.
+    """The values of a cell of perplexity for JSON: arrays as base64, exact, and half as long as their digits.
 
     Args:
         result: the perplexity on one document.
         document: name of the document.
     """
-    arrays = {"nll_by_position": result.nll_by_position, "scored_by_position": result.scored_by_position}
-    losses = {length: packed(of_document) for length, (of_document,) in (result.losses or {}).items()}
-    positions = {name: None if array is None else packed(array) for name, array in arrays.items()}
-    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses}}
+    positions = {
+        name: None if array is None else _packed(array)
+        for name in ("nll_by_position", "scored_by_position")
+        for array in [getattr(result, name)]
+    }
+    return {"document": document, "result": {**result.to_dict(), **positions}}
 
 
-def result_of_cell(values: Values) -> PerplexityResult:
-    """The result of a cell of perplexity."""
-    found = values["result"]
-    scored = found["scored_by_position"]
-    result = PerplexityResult.from_dict({**found, "nll_by_position": [], "scored_by_position": None})
-    return replace(
-        result,
-        nll_by_position=unpacked(found["nll_by_position"], "<f8"),
-        scored_by_position=None if scored is None else unpacked(scored, "<i8"),
-        losses={int(length): [unpacked(text, "<f4")] for length, text in found["losses"].items()} or None,
-    )
-
-
-def packed(array: np.ndarray[Any, Any]) -> str:
-    """The bytes of an array, little-endian, in base64: exact, and half as long as its digits."""
+def _packed(array: np.ndarray[Any, Any]) -> str:
+    """The bytes of an array, little-endian, as base64, which `PerplexityResult.from_dict` reads."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
-
-
-def unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
-    """Inverse of `packed`."""
-    return np.frombuffer(base64.b64decode(text), dtype)
 
 
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[EvaluationRow], list[str]]:
@@ -70,13 +54,12 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[Evalua
     """
     cells = list(cells)
     of_kind = {
-        kind: [values for values in cells if values["kind"] == kind]
-        for kind in (PERPLEXITY, RETRIEVAL, SAMPLE)
+        kind: [values for values in cells if values["kind"] == kind] for kind in (PERPLEXITY, RETRIEVAL)
     }
     measured: dict[str, dict[str, PerplexityResult]] = {label: {} for label in labels}
     names: dict[str, str] = {}
     for values in of_kind[PERPLEXITY]:
-        result = result_of_cell(values)
+        result = PerplexityResult.from_dict(values["result"])
         measured[values["label"]][result.data] = result
         names.setdefault(result.data, values["document"])
     rows_of = Counter(data for results in measured.values() for data in results)
@@ -88,16 +71,12 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[Evalua
     count = max(complete, key=lambda each: (each * len(complete[each]), each), default=0)
     shared = documents[:count]
     answered = retrieved(of_kind[RETRIEVAL], labels)
-    samples: dict[str, list[Sample]] = {}
-    for values in of_kind[SAMPLE]:
-        samples.setdefault(values["label"], []).append(Sample(**values["sample"]))
     about = {values["label"]: values for values in cells}
     rows = [
         EvaluationRow(
             **{item.name: about[label][item.name] for item in fields(EvaluationRow) if item.name in _SUBJECT},
             result=merged([measured[label][data] for data in shared]),
             retrieval=answered.get(label, RetrievalResult()),
-            samples=tuple(samples.get(label, ())),
         )
         for label in complete.get(count, answered)
     ]
@@ -132,7 +111,6 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         document_nll=nll,
         document_terms=terms,
-        losses=_losses(results),
     )
 
 
@@ -151,16 +129,6 @@ def _by_position(results: Sequence[PerplexityResult]) -> tuple[Any, Any]:
     return means, None if results[0].scored_by_position is None else scored
 
 
-def _losses(results: Sequence[PerplexityResult]) -> dict[int, list[Losses]] | None:
-    """The losses of all documents, by the longest length of each pass; None if they were not kept."""
-    if any(result.losses is None for result in results):
-        return None
-    return {
-        length: [losses for result in results for losses in (result.losses or {})[length]]
-        for length in results[0].losses or {}
-    }
-
-
 def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:
     """The retrieval of each row that answered a prompt, from cells of a few prompts each.
 
@@ -171,22 +139,22 @@ def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, Retri
         labels: the labels of the rows, in order.
     """
     depths: dict[tuple[str, int], dict[float | None, None]] = {}
-    found: dict[str, dict[tuple[str, int, int], dict[float | None, Values]]] = {label: {} for label in labels}
+    found: dict[str, dict[tuple[str, int], dict[int, dict[float | None, Values]]]] = {
+        label: {} for label in labels
+    }
     for values in cells:
         for trial in values["trials"]:
-            task, length, depth = trial["task"], trial["length"], trial["depth"]
-            depths.setdefault((task, length), {})[depth] = None
-            found[values["label"]].setdefault((task, length, trial["trial"]), {})[depth] = trial
+            key, depth = (trial["task"], trial["length"]), trial["depth"]
+            depths.setdefault(key, {})[depth] = None
+            found[values["label"]].setdefault(key, {}).setdefault(trial["trial"], {})[depth] = trial
     results = {}
-    for label, trials in found.items():
-        own = [cell for cell in cells if cell["label"] == label]
-        whole = {key: trials[key] for key in sorted(trials) if trials[key].keys() == depths[key[:2]].keys()}
-        groups = [
-            _one_cell([by_depth[depth] for key, by_depth in whole.items() if key[:2] == which])
-            for which in depths
-            if any(key[:2] == which for key in whole)
-            for depth in depths[which]
-        ]
+    for label, tasks in found.items():
+        own, groups = [cell for cell in cells if cell["label"] == label], []
+        for key, all_depths in depths.items():
+            trials = [
+                each for _, each in sorted(tasks.get(key, {}).items()) if each.keys() == all_depths.keys()
+            ]
+            groups += [_one_cell([each[depth] for each in trials]) for depth in all_depths if trials]
         if groups:
             results[label] = RetrievalResult(
                 tuple(groups),
@@ -201,9 +169,8 @@ def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, Retri
 def _one_cell(trials: Sequence[Values]) -> RetrievalCell:
     """The scores of some trials of one task, length and depth."""
     first = trials[0]
-    distances = [trial["distance"] for trial in trials if trial["distance"] is not None]
     return RetrievalCell(
-        first["task"], first["length"], first["depth"], min(distances, default=None),
+        first["task"], first["length"], first["depth"],
         tuple(trial["score"] for trial in trials),
         joined_fingerprint(trial["prompt"] for trial in trials),
     )  # fmt: skip

@@ -43,6 +43,11 @@ class Comparison:
     changes: Sequence[RetrievalChange] = ()
 
     @property
+    def label(self) -> str:
+        """Both labels."""
+        return f"{self.second.label} against {self.first.label}"
+
+    @property
     def longest(self) -> Difference:
         """The difference of the losses at the longest length."""
         return max(self.differences, key=lambda change: change.length)
@@ -138,26 +143,26 @@ def pairs(
     by_label = [{row.label: row for row in run} for run in (first, second)]
     if len(rows) > 2:
         raise RopeExtendError(f"a comparison has one row or two; got {len(rows)}: {', '.join(rows)}")
+    labels = [(label, label) for label in by_label[0] if label in by_label[1]]
     if rows:
         labels = [(rows[0], rows[-1])]
     elif len(first) == len(second) == 1:
         labels = [(first[0].label, second[0].label)]
-    else:
-        labels = [(label, label) for label in by_label[0] if label in by_label[1]]
-    for label, run in ((label, run) for pair in labels for label, run in zip(pair, by_label, strict=True)):
-        if label not in run:
-            raise RopeExtendError(f"no row {label!r}; choose one of {', '.join(map(repr, run))}")
-    if not labels or (names[0] == names[1] and any(a == b for a, b in labels)):
+    found = []
+    for a, b in labels:
+        for label, run in zip((a, b), by_label, strict=True):
+            if label not in run:
+                raise RopeExtendError(f"no row {label!r}; choose one of {', '.join(map(repr, run))}")
+        row, other = by_label[0][a], by_label[1][b]
+        if a == b:
+            row, other = replace(row, label=f"{a} ({names[0]})"), replace(other, label=f"{b} ({names[1]})")
+        if row.label != other.label:  # else it is the same row of the same run
+            found.append((row, other))
+    if not found:
         raise RopeExtendError(
             f"nothing to compare: {names[0]} has {', '.join(map(repr, by_label[0]))}, {names[1]} has "
             f"{', '.join(map(repr, by_label[1]))}; name two rows (--row LABEL --row LABEL)"
         )
-    found = []
-    for a, b in labels:
-        row, other = by_label[0][a], by_label[1][b]
-        if a == b:
-            row, other = replace(row, label=f"{a} ({names[0]})"), replace(other, label=f"{b} ({names[1]})")
-        found.append((row, other))
     return found
 
 
@@ -197,38 +202,18 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     return compared
 
 
-def cropped_control(rows: Sequence[EvaluationRow]) -> EvaluationRow | None:
-    """The row of the untrained model whose context is cropped; None if it was not measured."""
-    controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
-    return controls[0] if controls and rows[0].trained_length is not None else None
-
-
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     """Compare each row with the untrained model whose context is cropped, beyond the trained window.
 
-    Empty if that control was not measured.
+    Empty if that control was not measured. Rows with other targets than the control are left out.
     """
-    base = cropped_control(rows)
-    return [] if base is None else _compared(base, [row for row in rows if not row.cropped])
-
-
-def trained_when_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare the adapters of plain RoPE, with their context cropped too, with the untrained model.
-
-    They show what the training gives without a longer context.
-    """
-    base = cropped_control(rows)
-    cropped = [row for row in rows if row.result.cropped and row.adapter is not None]
-    return [] if base is None else _compared(base, cropped)
-
-
-def _compared(base: EvaluationRow, rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare rows on the targets of a control, beyond its trained window; others are left out."""
-    first, trained = base.result, base.trained_length
-    assert trained is not None
-    compared = []
-    for row in (row for row in rows if _same_targets(row, base)):
-        lengths = sorted(n for n in row.result.ppl.keys() & first.ppl.keys() if n > trained)
+    controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
+    base = controls[0] if controls else None
+    if base is None or base.trained_length is None:
+        return []
+    first, compared = base.result, []
+    for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
+        lengths = sorted(n for n in row.result.ppl.keys() & first.ppl.keys() if n > base.trained_length)
         shared = [n for n in lengths if row.result.document_terms.get(n) == first.document_terms.get(n)]
         if changes := differences(first, row.result, shared):
             compared.append(Comparison(base, row, changes))

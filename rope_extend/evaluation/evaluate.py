@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import fields
+
+import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, ModelConfig, RetrievalConfig
+from rope_extend.evaluation.labels import from_here
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found, run
 from rope_extend.models.processes import is_main_process
-from rope_extend.report.tables import Sentences
+from rope_extend.report.tables import Code, Section, public_name
 
 
 def evaluate(
@@ -26,8 +29,7 @@ def evaluate(
     share of the documents, all processes get the same rows, and one of them writes the report.
 
     If `config.output` is set, the report goes there: `results.jsonl`, tables, pictures and `report.html`.
-    What is finished is kept there too, so an interrupted evaluation can be resumed, and a finished one can
-    get more rows or documents.
+    What is finished is kept there too, so an evaluation can be resumed, and get more rows or documents.
 
     Args:
         config: what to measure, and how.
@@ -52,20 +54,13 @@ def retrieve(
 ) -> list[EvaluationRow]:
     """Measure retrieval with each method, untrained, and with each adapter; write the report.
 
-    Every row answers the same prompts. All else is as for `evaluate`. The report also has `prompts.jsonl`.
-
-    Args:
-        config: what to measure, and how.
-        resume: use what is measured in the output directory.
-        overwrite: replace what is measured in the output directory.
-        progress: show progress.
+    Every row answers the same prompts. The report also has `prompts.jsonl`. All else is as for `evaluate`.
 
     Returns:
         The rows of the tables; each has its `retrieval`.
 
     Raises:
-        RopeExtendError: no such model, adapter, method or data, a task that does not fit a length, or an
-            output directory that holds another run.
+        RopeExtendError: as `evaluate`, or a task that does not fit a length.
     """
     return measure(config, resume=resume, overwrite=overwrite, progress=progress).rows
 
@@ -76,7 +71,7 @@ def measure(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
-    lead: Callable[[Measurement, Found], Sequence[Sentences]] = lambda *_: (),
+    lead: Callable[[Found], Section] | None = None,
 ) -> Found:
     """Run a measurement, and write its report if the config has a directory for it.
 
@@ -98,11 +93,39 @@ def measure(
     if config.output is not None:
         directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
     measurement = Measurement(config)
-    found = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
-    first = [*lead(measurement, found), *found.lead]
-    if directory is not None and found.rows and is_main_process():
-        write_report(
-            found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
-            end=[how_it_was_made(config)],
-        )  # fmt: skip
-    return found
+
+    def report(found: Found) -> None:
+        if directory is not None and found.rows and is_main_process():
+            first = [*([lead(found)] if lead else []), *found.lead]
+            write_report(
+                found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
+                end=[how_it_was_made(config)],
+            )  # fmt: skip
+
+    return run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress, report=report)
+
+
+def how_it_was_made(config: ModelConfig) -> Code:
+    """The last part of a report: the settings that made it, as YAML for the same command.
+
+    Paths are as seen from the working directory. Of a path outside it, only the last part is shown, because
+    reports are published, and a comment says so.
+    """
+    values, notes = config.to_dict(), []
+    changed = {
+        each.name: values[each.name] for each in fields(config) if getattr(config, each.name) != each.default
+    }
+    for name in ("model", "adapters", "methods", "data", "output"):
+        given = changed.get(name) or []
+        seen = [from_here(text) for text in (given if isinstance(given, list) else [given])]
+        shown = [*map(public_name, seen)]
+        notes += [
+            f"# {' '.join(public.split())} stands for a path in another directory: put yours"
+            for public, text in zip(shown, seen, strict=True)
+            if public != text
+        ]
+        if shown:
+            changed[name] = shown if isinstance(given, list) else shown[0]
+    file = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).rstrip("\n")
+    lines = [f"# rope-extend {config.command} settings.yaml", *notes, file]
+    return Code("The settings that made this report", "\n".join(lines))

@@ -5,9 +5,9 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
 from rope_extend.checks import FLAG, Kind, choice, or_word, require
 from rope_extend.config import (
@@ -42,9 +42,6 @@ AS_IS = "as-is"
 
 PLAIN = "none"
 """The row with plain RoPE, with which every other row is compared."""
-
-BATCH_TOKENS = 32_768
-"""Default number of prompt tokens that are answered together. A batch has at least one prompt."""
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -87,51 +84,20 @@ CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
 
-@dataclass(frozen=True)
-class Prompts:
+class Prompts(NamedTuple):
     """The prompts of a measurement.
 
     Attributes:
         tasks: names of the tasks.
         lengths: tokens of the prompts.
         options: depths, number of trials, seed and chat template.
-        optional: lengths that a task need not fit.
         template: form of the passkey task; None for that of the model.
-        batch_tokens: prompt tokens that are answered together.
     """
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
-    options: PromptOptions = field(default_factory=PromptOptions)
-    optional: tuple[int, ...] = ()
+    options: PromptOptions = PromptOptions()
     template: str | None = None
-    batch_tokens: int = BATCH_TOKENS
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is measured of each row, in the terms of the runner; other fields are those of the settings.
-
-    Attributes:
-        documents: whether perplexity is measured.
-        cropped: whether there are control rows whose context is cropped.
-        window_settings: the settings of the protocol that were given.
-        planned: whether memory and time are estimated.
-        planned_maps: whether they are for methods that change positions too, which takes minutes for a long
-            window.
-    """
-
-    prompts: Prompts = field(default_factory=Prompts)
-    documents: bool = True
-    cropped: bool = True
-    protocol: str = "prefix"
-    window_settings: WindowSettings = field(default_factory=WindowSettings)
-    max_tokens: int | None = None
-    chunk: int | None = None
-    save_losses: bool = False
-    samples: int = 0
-    planned: bool = True
-    planned_maps: bool = True
 
 
 DEPTHS, TRIALS = 5, 4
@@ -201,6 +167,15 @@ class ModelConfig(Config):
         "with --resume measures it",
     ] = None
 
+    cropped: Annotated[
+        bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
+    ] = True
+
+    # What not all measurements have as a setting.
+    documents = planned = planned_maps = True
+    protocol = "prefix"
+    chunk = max_tokens = cast("int | None", None)
+
     command: ClassVar[str] = "evaluate"
     """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
@@ -219,8 +194,8 @@ class ModelConfig(Config):
                 f"method, such as {AS_IS}, or give an adapter"
             )
 
-    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
-        """What is measured.
+    def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
+        """The prompts that each row answers.
 
         Args:
             lengths: the lengths of the rows, in tokens.
@@ -228,6 +203,11 @@ class ModelConfig(Config):
             extended: whether some row is extended, and so is compared with one that is not.
         """
         raise NotImplementedError
+
+    @property
+    def window_settings(self) -> WindowSettings:
+        """The settings of the protocol that were given."""
+        return {}
 
     def computed_defaults(self) -> Mapping[str, Any]:
         """Without `methods`, the checkpoint's own encoding is measured, unless there are adapters."""
@@ -291,10 +271,6 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
-    save_losses: Annotated[bool, FLAG, "keep the loss of every token, float32, in cells.jsonl"] = False
-    cropped: Annotated[
-        bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
-    ] = True
     retrieval: Annotated[
         int | str,
         or_auto(COUNT),
@@ -307,15 +283,12 @@ class EvaluationConfig(ModelConfig):
         "lengths of passkeys in addition to the trained window, at most the longest of the lengths (default: "
         "none)",
     ] = None
-    samples: Annotated[
-        int, COUNT, "number of documents that each row continues, greedily, for the report to show"
-    ] = 0
 
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "stride", "last", "max_tokens", "chunk", "save_losses", "cropped",
-            "retrieval", "retrieval_lengths", "samples",
+            "protocol", "window", "stride", "last", "max_tokens", "chunk", "retrieval",
+            "retrieval_lengths",
         ),
     }  # fmt: skip
 
@@ -328,26 +301,19 @@ class EvaluationConfig(ModelConfig):
                 f"{list(self.retrieval_lengths)}; raise one, or leave the other out"
             )
 
-    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
-        """Perplexity, with passkeys within the trained window."""
+    def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
+        """Passkeys within the trained window, and those of `retrieval_lengths`."""
         more = self.retrieval_lengths or ()
         if more and max(more) > lengths[-1]:
             raise RopeExtendError(
                 f"{self.label}: retrieval_lengths must be at most the longest of the lengths, "
                 f"{lengths[-1]:,}, to which methods extend the model; got {list(more)}"
             )
-        passkeys = tuple(sorted({trained, *more}))
         trials = self.retrieval
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
-        prompts = Prompts()
-        if trials:
-            options = PromptOptions(depths=depths_from(DEPTHS), trials=int(trials))
-            prompts = Prompts(("passkey",), passkeys, options, optional=passkeys)
-        return Wanted(
-            prompts, cropped=self.cropped, protocol=self.protocol, window_settings=self.window_settings,
-            max_tokens=self.max_tokens, chunk=self.chunk, save_losses=self.save_losses, samples=self.samples,
-        )  # fmt: skip
+        options = PromptOptions(depths_from(DEPTHS), int(trials))
+        return Prompts(("passkey",), tuple(sorted({trained, *more})), options) if trials else Prompts()
 
     @property
     def window_settings(self) -> WindowSettings:
@@ -376,18 +342,16 @@ class PromptConfig(ModelConfig):
         "form of the passkey task (default: published; demo for the bundled model)",
     ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
-    batch_tokens: Annotated[int, LENGTH, "prompt tokens that are answered together"] = BATCH_TOKENS
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed", "batch_tokens"),
+        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
     }
 
-    def prompts(self, lengths: Sequence[int], near: Sequence[int] = ()) -> Prompts:
-        """The prompts of these lengths, and those of `near` that a task need not fit."""
-        if not self.tasks:
-            return Prompts()
+    def asked(self, lengths: Iterable[int]) -> Prompts:
+        """The prompts of these lengths."""
         options = PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
-        return Prompts(self.tasks, (*lengths, *near), options, tuple(near), self.template, self.batch_tokens)
+        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template)
+        return asked if self.tasks else Prompts()
 
 
 @dataclass(frozen=True)
@@ -398,12 +362,7 @@ class RetrievalConfig(PromptConfig):
         RopeExtendError: a value of the wrong type or outside its range.
     """
 
-    controls: Annotated[
-        bool,
-        FLAG,
-        "control rows: the trained window, before and after, and plain RoPE with cropped context (default: "
-        "yes)",
-    ] = True
+    documents = planned = False
 
     command: ClassVar[str] = "retrieve"
     label: ClassVar[str] = "retrieval"
@@ -417,10 +376,9 @@ class RetrievalConfig(PromptConfig):
         if not self.tasks:
             raise RopeExtendError(f"retrieval: tasks is empty; name one of {', '.join(TASKS)}")
 
-    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
+    def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
         """Prompts of the lengths, and with controls of the trained window."""
-        near = (trained,) if self.controls and trained not in lengths else ()
-        return Wanted(self.prompts(lengths, near), documents=False, cropped=self.controls, planned=False)
+        return self.asked({*lengths, trained} if self.cropped else lengths)
 
 
 METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
@@ -443,9 +401,7 @@ class StudyConfig(PromptConfig):
         tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
-    cropped: Annotated[
-        bool, FLAG, "control rows: plain RoPE with its context cropped to the trained window (default: yes)"
-    ] = True
+    planned_maps = False
 
     command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"
@@ -484,6 +440,6 @@ class StudyConfig(PromptConfig):
         if self.lengths[-1] != self.target_length:
             object.__setattr__(self, "lengths", (*self.lengths, self.target_length))
 
-    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
-        """Perplexity, and prompts of the task lengths."""
-        return Wanted(self.prompts(self.task_lengths or ()), cropped=self.cropped, planned_maps=False)
+    def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
+        """Prompts of the task lengths."""
+        return self.asked(self.task_lengths or ())

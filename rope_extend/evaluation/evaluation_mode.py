@@ -37,15 +37,9 @@ def cast_adapter(model: Any) -> Any:
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[torch.device]:
-    """Put a model into evaluation mode. Afterwards each module has its old mode.
+    """Put a model into evaluation mode; afterwards each module has its old mode.
 
-    Also resets the peak of CUDA's memory statistics.
-
-    Args:
-        model: a module.
-
-    Yields:
-        The device where token ids go.
+    Also resets the peak of CUDA's memory statistics. Yields the device where token ids go.
     """
     modes = {module: module.training for module in model.modules()}
     device = input_device(model)

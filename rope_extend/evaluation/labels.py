@@ -1,12 +1,18 @@
-"""Names that tell rows apart: of adapters, and of runs; and names that may be published."""
+"""Names that tell rows apart: of methods, adapters and runs; and names that may be published."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path, PureWindowsPath
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
+from rope_extend.checkpoint.record import Record
+from rope_extend.encodings import composed_name
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.report.tables import is_private
+from rope_extend.method_names import method_names
+from rope_extend.report.tables import public_name
+from rope_extend.units import format_length
 
 
 def distinct_names(directories: Sequence[str | Path]) -> list[str]:
@@ -15,9 +21,12 @@ def distinct_names(directories: Sequence[str | Path]) -> list[str]:
     The same directory gets the same name. `results.jsonl` has the name of its directory.
     """
     paths = [Path(directory).resolve() for directory in directories]
-    texts = [str(path.parent if path.name == RESULTS else path) for path in paths]
-    names = _ends(texts)
-    return [names[text] for text in texts]
+    paths = [path.parent if path.name == RESULTS else path for path in paths]
+    for count in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = ["/".join(path.parts[1:][-count:]) for path in paths]
+        if len({*names}) == len({*paths}):
+            return names
+    return [*map(str, paths)]
 
 
 def distinct_labels(labels: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -33,28 +42,6 @@ def distinct_labels(labels: Sequence[str], names: Sequence[str]) -> list[str]:
     ]
 
 
-def public_names(names: Iterable[str]) -> dict[str, str]:
-    """What a text that people publish shows for each name; names that are no paths stay as they are.
-
-    Paths are as seen from the working directory. Of a path outside it, only the last part is shown, or as
-    many parts as tell it from the other names.
-    """
-    shown = {name: from_here(name) for name in names}
-    private = [name for name, text in shown.items() if is_private(text)]
-    ends = _ends([shown[name] for name in private], {text for text in shown.values() if not is_private(text)})
-    return shown | {name: ends[shown[name]] for name in private}
-
-
-def _ends(paths: Collection[str], others: Collection[str] = ()) -> Mapping[str, str]:
-    """The ends of paths, with as many parts as tell them from each other and from other names."""
-    parts = {path: _parts(path) for path in paths}
-    for count in range(1, max(map(len, parts.values()), default=0) + 1):
-        names = {path: "/".join(each[-count:]) for path, each in parts.items()}
-        if len({*names.values(), *others}) == len(names) + len({*others}):
-            return names
-    return {path: f"{parts[path][-1]}-{number}" for number, path in enumerate(parts, start=1)}
-
-
 def from_here(name: str) -> str:
     """An absolute path inside the working directory as seen from there; any other text as it is."""
     path = Path(name)
@@ -63,7 +50,40 @@ def from_here(name: str) -> str:
     return name
 
 
-def _parts(name: str) -> list[str]:
-    """The names in a path, without its root and without steps upwards; at least one."""
-    path = PureWindowsPath(name)  # takes both kinds of slashes
-    return [part for part in path.parts if part not in (path.anchor, "..", "~")] or ["path"]
+def method_labels(methods: Collection[str]) -> dict[str, str]:
+    """Labels of untrained rows: the name of the method, or the end of the path of a saved encoding.
+
+    Raises:
+        RopeExtendError: the same path is given twice.
+    """
+    known = {*method_names(), PLAIN, AS_IS}
+    short = [public_name(from_here(method)) for method in methods]
+    short = [  # the path of a saved encoding gets no label of a method
+        f"saved {name}" if name in known and method not in known else name
+        for name, method in zip(short, methods, strict=True)
+    ]
+    labels = dict(zip(methods, distinct_labels(short, distinct_names([*methods])), strict=True))
+    twice = [method for method, label in labels.items() if [*labels.values()].count(label) > 1]
+    if twice:
+        raise RopeExtendError(f"{' and '.join(twice)} are the same path; give each method once")
+    return labels
+
+
+def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
+    """Labels of adapters such as `yarn + LoRA`, or `none + LoRA at 256` for plain RoPE.
+
+    Adapters with equal labels also get the name of their directory, with as much of its path as is needed.
+
+    Raises:
+        RopeExtendError: the same directory is given twice.
+    """
+    labels = []
+    for record in records.values():
+        labels.append(f"{composed_name(record.encoding)} + LoRA")
+        if record.encoding.name == PLAIN:
+            labels[-1] += f" at {format_length(record.target_length)}"
+    names = distinct_names([*records])
+    twice = [adapter for adapter, name in zip(records, names, strict=True) if names.count(name) > 1]
+    if twice:
+        raise RopeExtendError(f"{' and '.join(twice)} are the same directory; give each adapter once")
+    return dict(zip(records, distinct_labels(labels, names), strict=True))

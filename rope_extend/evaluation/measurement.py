@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, Self
 
 from transformers import AutoTokenizer
 
@@ -22,20 +21,19 @@ from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import RemapEncoding, encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidates, adapter_labels
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
-    SAMPLE,
     Cell,
     Row,
     finished_in,
 )
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.labels import adapter_labels, method_labels
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
-from rope_extend.evaluation.samples import NEW_TOKENS
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
@@ -46,10 +44,10 @@ from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
-KINDS = {PERPLEXITY: "documents", RETRIEVAL: "batches of prompts", SAMPLE: "samples of text"}
+BATCH_TOKENS = 32_768
+"""Prompt tokens that are answered together. A batch has at least one prompt."""
+KINDS = {PERPLEXITY: "documents", RETRIEVAL: "batches of prompts"}
 """What the cells of each kind are, in words."""
-LAST = 2**31
-"""The round of what is measured when all else is."""
 
 
 class Measurement:
@@ -78,18 +76,19 @@ class Measurement:
         plain = candidates.plain_methods
         extended = len(candidates.encodings) + len(candidates.records) > len(plain)
         extended &= bool(plain) or self._extends
-        self.wanted = wanted = config.wanted(candidates.lengths, self.trained, extended=extended)
-        self.rule = protocol_named(wanted.protocol)
+        self.asked = config.prompts(candidates.lengths, self.trained, extended=extended)
+        self.rule = protocol_named(config.protocol)
         self.lengths = list(candidates.lengths)
         if self.rule.nested and self._extends:  # a control, which comes with the same pass
             self.lengths = sorted({*self.lengths, self.trained})
-        self.settings = self.rule.check_settings(wanted.window_settings, self.lengths)
-        same = wanted.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
-        self.crops = wanted.cropped and self._extends and same
-        self.rows = self._rows(wanted.documents, wanted.cropped)
-        whole = [row for row in self.rows if row.crop is None and not row.within]
+        self.settings = self.rule.check_settings(config.window_settings, self.lengths)
+        same = config.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
+        self.crops = config.cropped and self._extends and same
+        self.rows = self._rows(config.documents, config.cropped)
+        measured = {*candidates.encodings, *candidates.records}  # all but controls
+        whole = [row for row in self.rows if row.crop is None and (row.method or row.adapter) in measured]
         self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
-        self.plan = self._plan() if wanted.planned else None
+        self.plan = self._plan() if config.planned else None
         if self.plan is not None and texts:
             logger.info("%s", self.plan)
             self.plan.check()
@@ -103,7 +102,7 @@ class Measurement:
 
     @property
     def _extends(self) -> bool:
-        return self.candidates.longest > self.candidates.trained_length
+        return self.candidates.lengths[-1] > self.trained
 
     def _pass_lengths(self) -> list[list[int]]:
         """The length of each pass over a document, of each method and then of each adapter.
@@ -119,14 +118,14 @@ class Measurement:
 
     def _plan(self) -> ForwardPlan | None:
         """The memory and time of windows of every length that occurs; None for a family without estimates."""
-        candidates, wanted = self.candidates, self.wanted
+        candidates, config = self.candidates, self.config
         encodings = [
             each for name, each in candidates.encodings.items() if each is not None and name != PLAIN
         ]
         lengths = {*self.lengths}
-        if not wanted.planned_maps:
+        if not config.planned_maps:
             encodings = [each for each in encodings if not isinstance(each, RemapEncoding)]
-            lengths = {self.lengths[-1], self.trained, *wanted.prompts.lengths}
+            lengths = {self.lengths[-1], self.trained, *self.asked.lengths}
             lengths.update(*self.passes.values())
         return plan_forward(
             candidates.name,
@@ -136,16 +135,16 @@ class Measurement:
             encodings=[None, *encodings],
             adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
             trained_length=self.trained,
-            chunk=wanted.chunk,
+            chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
         )
 
     def _documents(self) -> list[Document]:
-        config, rule, wanted = self.config, self.rule, self.wanted
+        config, rule = self.config, self.rule
         if config.data is None:
             return []
-        least = self.lengths[-1] + rule.extra_tokens if wanted.documents else 0
-        cut = self.lengths[-1] if rule.nested else wanted.max_tokens
+        least = self.lengths[-1] + rule.extra_tokens if config.documents else 0
+        cut = self.lengths[-1] if rule.nested else config.max_tokens
         connected = processes(self.candidates.load_options.torch_device)
         # The other processes use the tokens that the main process has cached.
         with connected.main_process_first() if connected else nullcontext():
@@ -157,29 +156,32 @@ class Measurement:
                 min_tokens=least,
                 max_documents=config.max_documents,
                 max_tokens=cut,
-                distinct=wanted.documents,
+                distinct=config.documents,
             )
 
     def _write_prompts(self) -> None:
         """The prompts in batches of one task and length, the first trial of all depths first."""
-        wanted = self.wanted.prompts
-        if not wanted.tasks:
+        asked, refused = self.asked, None
+        if not asked.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
-        template = wanted.template or template_for(self.candidates.name)
-        tasks = make_tasks(wanted.tasks, haystack=texts, template=template)
+        template = asked.template or template_for(self.candidates.name)
+        tasks = make_tasks(asked.tasks, haystack=texts, template=template)
         self.tasks = {task.name: task for task in tasks}
         for task in tasks:
-            for length in wanted.lengths:
+            for length in asked.lengths:
                 try:
-                    prompts = make_prompts(task, self.tokenizer, length, wanted.options)
+                    prompts = make_prompts(task, self.tokenizer, length, asked.options)
                 except RopeExtendError as error:
-                    if length not in wanted.optional:
+                    if length > self.trained:
                         raise
+                    refused = error  # the trained window may be too short for a task
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                size = max(1, wanted.batch_tokens // prompts[0].tokens)
+                size = max(1, BATCH_TOKENS // prompts[0].tokens)
                 self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        if refused is not None and not self.batches and not self.config.documents:
+            raise refused
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -191,15 +193,13 @@ class Measurement:
         candidates, crops = self.candidates, self.crops
         plain = next(iter(candidates.plain_methods), None)
         rows = []
-        for method, label in candidates.method_labels.items():
+        for method, label in method_labels(candidates.encodings).items():
             rows.append(Row(label, method=method))
             if crops and method in candidates.plain_methods and (documents or method == plain):
                 rows.append(self._cropped(rows[-1]))
-        if plain is None and controls:
-            control = Row(PLAIN, method=PLAIN, within=True)
-            added = [] if documents else [control]
-            added += [self._cropped(control)] if crops else []
-            rows = [*rows, *added] if documents else [*added, *rows]
+        if plain is None and controls and (crops or not documents):
+            control = Row(PLAIN, method=PLAIN)
+            rows.append(self._cropped(control) if crops else control)
         for adapter, label in adapter_labels(candidates.records).items():
             rows.append(Row(label, adapter=adapter))
             if crops and documents and adapter in candidates.plain_adapters:
@@ -209,14 +209,12 @@ class Measurement:
     def _cropped(self, row: Row) -> Row:
         """A row with its context cropped to the trained window."""
         label = f"{row.label}, cropped to {format_length(self.trained)}"
-        return replace(row, label=label, crop=self.trained, within=False)
+        return replace(row, label=label, crop=self.trained)
 
     def _answers(self, row: Row, length: int) -> bool:
-        """Whether a row answers prompts of a length; a control those that no other row does."""
-        if row.crop is None:
-            return length <= self.trained or not row.within
-        alone = not self.candidates.plain_methods and self.wanted.documents and row.adapter is None
-        return length > row.crop or alone
+        """Whether a row answers prompts of a length; a control those that no other row of plain RoPE does."""
+        alone = not self.candidates.plain_methods and row.adapter is None
+        return row.crop is None or length > row.crop or alone
 
     def _seconds(self, tokens: int) -> float:
         """Estimated seconds of a window: that of the shortest planned one that is as long, in proportion.
@@ -239,17 +237,16 @@ class Measurement:
 
     def cells(self) -> list[Cell]:
         """All cells, in the order in which they are measured."""
-        cells = [*self._document_cells(), *self._prompt_cells(), *self._sample_cells()]
+        cells = [*self._document_cells(), *self._prompt_cells()]
         rows, kinds = {row: number for number, row in enumerate(self.rows)}, [*KINDS]
         return sorted(cells, key=lambda cell: (cell.round, rows[cell.row], kinds.index(cell.kind)))  # stable
 
     def _document_cells(self) -> Iterator[Cell]:
-        if not self.wanted.documents or not self.documents:
+        if not self.config.documents or not self.documents:
             return
-        for row in (row for row in self.rows if not row.within):
+        for row in self.rows:
             shared = {**self._row_identity(row), "protocol": self.rule.name, **self.settings}
             shared |= {"lengths": self.lengths, "window of context": row.crop}
-            shared |= {"losses": True} if self.wanted.save_losses else {}
             for number, document in enumerate(self.documents):
                 windows = self._windows(row, len(document))
                 work = sum(map(self._seconds, windows))
@@ -272,15 +269,6 @@ class Measurement:
                     work = sum(map(self._seconds, tokens))
                     yield Cell(RETRIEVAL, row, number, first.trial, work, sum(tokens), identity)
 
-    def _sample_cells(self) -> Iterator[Cell]:
-        longest = self.lengths[-1]
-        chosen = [each for each in self.documents if len(each) > 1][: self.wanted.samples]
-        for row in (row for row in self.rows if not row.within):
-            for number, document in enumerate(chosen):
-                identity = {**self._row_identity(row), "crop": row.crop, "length": longest}
-                identity |= {"data": fingerprint([document]), "new tokens": NEW_TOKENS}
-                yield Cell(SAMPLE, row, number, LAST, self._seconds(longest), longest, identity)
-
     def _row_identity(self, row: Row) -> Identity:
         """The encoding of a row, and the files of its adapter that decide what is computed."""
         candidates = self.candidates
@@ -302,26 +290,21 @@ class Measurement:
         finished = finished_in(directory)
         return [cell for cell in self.cells() if cell.digest not in finished]
 
-    def _planned(self) -> list[Planned]:
-        """Every cell, in the order in which cells are measured.
-
-        Of a measurement without texts, as many documents and prompts are counted as the config asks for.
-        """
-        if self.documents or self.batches:
-            return [Planned.of(cell) for cell in self.cells()]
-        wanted, planned, count = self.wanted, [], self.config.max_documents or 1
-        tokens, prompts = wanted.max_tokens or self.lengths[-1] + self.rule.extra_tokens, wanted.prompts
+    def _expected(self) -> list[Cell]:
+        """As many cells as the config asks for, without texts."""
+        config, asked, options, cells = self.config, self.asked, self.asked.options, list[Cell]()
+        tokens = config.max_tokens or self.lengths[-1] + self.rule.extra_tokens
         for row in self.rows:
-            if not row.within and wanted.documents:
-                seconds = sum(map(self._seconds, self._windows(row, tokens)))
-                planned += [Planned(number, row.label, PERPLEXITY, seconds) for number in range(count)]
-                sample = Planned(LAST, row.label, SAMPLE, self._seconds(self.lengths[-1]))
-                planned += [sample] * min(wanted.samples, count)
-            for length in (length for length in prompts.lengths if self._answers(row, length)):
-                seconds = self._seconds(length) * len(prompts.options.depths)
-                for trial in range(prompts.options.trials):
-                    planned += [Planned(trial, row.label, RETRIEVAL, seconds)] * len(prompts.tasks)
-        return sorted(planned, key=lambda each: each.round)
+            if config.documents:
+                windows = self._windows(row, tokens)
+                work, total = sum(map(self._seconds, windows)), sum(windows)
+                for number in range(self.config.max_documents or 1):
+                    cells.append(Cell(PERPLEXITY, row, number, number, work, total, {}))
+            for length in (length for length in asked.lengths if self._answers(row, length)):
+                work, total = self._seconds(length) * len(options.depths), length * len(options.depths)
+                for trial in range(options.trials):
+                    cells += [Cell(RETRIEVAL, row, trial, trial, work, total, {})] * len(asked.tasks)
+        return sorted(cells, key=lambda cell: cell.round)
 
     def work_text(self, missing: Sequence[Cell] | None = None) -> str:
         """What will be measured, and its estimated time; then what the budget leaves for later.
@@ -332,53 +315,40 @@ class Measurement:
         Raises:
             RopeExtendError: there is a budget but no estimate of the time, or not even one cell fits.
         """
-        planned = self._planned() if missing is None else [Planned.of(cell) for cell in missing]
-        if not planned and missing is not None:
+        cells = missing
+        if cells is None:
+            cells = self.cells() if self.documents or self.batches else self._expected()
+        elif not cells:
             return "nothing is missing: everything is measured"
 
-        def timed(words: str, work: Sequence[Planned]) -> str:
-            seconds = sum(each.work for each in work)
-            return f"{words}, about {format_duration(seconds)}" if self.plan else words
+        def timed(words: str, work: Sequence[Cell]) -> str:
+            return f"{words}, about {format_duration(sum(c.work for c in work))}" if self.plan else words
 
         lines = []
         for kind, words in KINDS.items():
-            if work := [each for each in planned if each.kind == kind]:
-                rows = len({each.label for each in work})
+            if work := [cell for cell in cells if cell.kind == kind]:
+                rows = len({cell.row for cell in work})
                 counted = f"{kind}: {rows} row{'' if rows == 1 else 's'}, {len(work)} {words} in all"
                 lines.append(timed(counted, work))
-        lines.append(timed("in all", planned))
+        lines.append(timed("in all", cells))
         budget = self.config.budget
         if budget is not None and self.plan is not None:
-            within = sum(total <= budget for total in accumulate(each.work for each in planned))
+            within = sum(total <= budget for total in accumulate(cell.work for cell in cells))
             if not within:
                 raise RopeExtendError(
-                    f"a budget of {format_duration(budget)} is too short: the first of {len(planned)} "
-                    f"measurements takes about {format_duration(planned[0].work)}; allow more time, or use "
+                    f"a budget of {format_duration(budget)} is too short: the first of {len(cells)} "
+                    f"measurements takes about {format_duration(cells[0].work)}; allow more time, or use "
                     "shorter lengths"
                 )
-            if within < len(planned):
-                later = ", ".join(counted_by_row((each.label, each.kind) for each in planned[within:]))
+            if within < len(cells):
                 lines.append(
-                    f"within the budget of {format_duration(budget)}: {within} of {len(planned)} "
-                    f"measurements; left for --resume: {later}"
+                    f"within the budget of {format_duration(budget)}: {within} of {len(cells)} "
+                    f"measurements; left for --resume: {', '.join(counted_by_row(cells[within:]))}"
                 )
         return "\n".join(lines)
 
 
-class Planned(NamedTuple):
-    """A cell as it is counted: its round, its row and kind, and its estimated seconds."""
-
-    round: int
-    label: str
-    kind: str
-    work: float
-
-    @classmethod
-    def of(cls, cell: Cell) -> Self:
-        """A cell whose texts are known."""
-        return cls(cell.round, cell.row.label, cell.kind, cell.work)
-
-
-def counted_by_row(cells: Iterable[tuple[str, str]]) -> list[str]:
-    """How many cells each row has of each kind, in words, from the label and kind of each cell."""
-    return [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in Counter(cells).items()]
+def counted_by_row(cells: Iterable[Cell]) -> list[str]:
+    """How many cells each row has of each kind, in words."""
+    counts = Counter((cell.row.label, cell.kind) for cell in cells)
+    return [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items()]

@@ -27,11 +27,6 @@ FILES = (
 def check_measurement(directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
     """Check that a measurement can use a directory; call it before the measurement.
 
-    Args:
-        directory: directory of the report.
-        overwrite: what is measured in the directory may be replaced.
-        resume: what is measured in the directory will be used.
-
     Raises:
         RopeExtendError: as `check_files`, or the directory holds a measurement and neither `overwrite` nor
             `resume` is set, or both are.
@@ -49,12 +44,7 @@ def check_measurement(directory: str | Path, *, overwrite: bool = False, resume:
 
 
 def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
-    """Check that files can be written to a directory.
-
-    Args:
-        directory: the directory; it may be missing.
-        names: the files.
-        overwrite: they may replace files.
+    """Check that files can be written to a directory, which may be missing, and replace others only if asked.
 
     Raises:
         RopeExtendError: the directory is a file or cannot be written to, it has a link instead of our cells,

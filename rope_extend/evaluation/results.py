@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -16,9 +17,6 @@ from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
-
-SUCCESS = 0.2
-"""Share of trials that must succeed at a distance, in the definition of `k_max` (2306.15595)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +38,9 @@ class PerplexityResult:
         data: fingerprint of the scored token sequences. Results can be compared only if it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: total number of tokens that the model processed.
-        seconds: wall time of all documents, including those of an interrupted measurement. With several
-            processes, the time of the slowest.
-        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
-            process so far.
-        stride: the protocol's setting, in tokens, if it has one.
-        last: the protocol's setting, in tokens, if it has one.
+        seconds: wall time of all documents.
+        peak_memory_bytes: peak allocation on CUDA; elsewhere the peak resident size of the process so far.
+        stride, last: settings of the protocol in tokens, if it has them.
         scored_by_position: int64, the number of losses in each entry of `nll_by_position`; None if each entry
             has one loss of every document.
         document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
@@ -88,32 +83,10 @@ class PerplexityResult:
         return self.window is not None
 
     @property
-    def tokens_per_second(self) -> float:
-        """Processed tokens per second."""
-        return self.forward_tokens / self.seconds if self.seconds else math.inf
-
-    @property
     def settings(self) -> dict[str, int]:
         """The settings of the protocol: `window`, `stride` or `last`, in tokens."""
         values = {"window": self.window, "stride": self.stride, "last": self.last}
         return {name: value for name, value in values.items() if value is not None}
-
-    def within(self, window: int) -> float:
-        """Perplexity over the targets at positions below `window`."""
-        return self._mean(slice(0, max(window, 1) - 1), f"below {window}")
-
-    def beyond(self, window: int) -> float:
-        """Perplexity over the targets at positions `window` and above, which were never seen in training."""
-        return self._mean(slice(max(window, 1) - 1, None), f"from {window} on")
-
-    def _mean(self, positions: slice, description: str) -> float:
-        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, positions)
-        if scored == 0:
-            raise RopeExtendError(
-                f"no scored position {description}: this result covers positions 1 to "
-                f"{len(self.nll_by_position)}"
-            )
-        return statistics.ppl(mean)
 
     def interval(self, length: int) -> tuple[float, float] | None:
         """95 % interval of the perplexity at a length, over documents; None for fewer than three."""
@@ -141,14 +114,16 @@ class PerplexityResult:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
-        made = cls(**_read(_PERPLEXITY, values))
+        made = cls(**_fields(cls, values))
         protocol_named(made.protocol)
         positions = made.nll_by_position if made.scored_by_position is None else made.scored_by_position
-        _require(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
-        _require(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
-        _require(len(positions) == len(made.nll_by_position))
+        _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
+        _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
+        _consistent(len(positions) == len(made.nll_by_position))
         for length, counts in made.document_terms.items():
-            _require(length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0)
+            _consistent(
+                length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0
+            )
         return made
 
 
@@ -160,8 +135,6 @@ class Cell:
         task: the task's name.
         length: tokens of prompt and answer.
         depth: 0 … 1; None for tasks without a depth.
-        distance: tokens from the needle to the end of the prompt, the minimum of the trials; None for tasks
-            without a needle.
         scores: scores of the trials, in order.
         data: fingerprint of the prompts. Scores can be compared only if it is equal.
     """
@@ -169,7 +142,6 @@ class Cell:
     task: str
     length: int
     depth: float | None
-    distance: int | None
     scores: tuple[float, ...]
     data: str | None = None
 
@@ -181,8 +153,8 @@ class Cell:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """From plain values; raises ValueError, TypeError or KeyError for others."""
-        made = cls(**_read(_CELL, values))
-        _require(bool(made.scores) and all(0 <= score <= 1 for score in made.scores))
+        made = cls(**_fields(cls, values))
+        _consistent(made.length > 0 and bool(made.scores) and all(0 <= score <= 1 for score in made.scores))
         return made
 
 
@@ -193,10 +165,7 @@ class RetrievalResult:
     Attributes:
         cells: one for each task, length and depth.
         crop: number of a prompt's last tokens that the model saw; None for all of them.
-        seconds: wall time, including that of an interrupted measurement.
-        forward_tokens: prompt tokens processed.
-        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
-            process so far.
+        seconds, forward_tokens, peak_memory_bytes: as in `PerplexityResult`, of the prompts.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -207,11 +176,6 @@ class RetrievalResult:
 
     def __bool__(self) -> bool:
         return bool(self.cells)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Prompt tokens per second."""
-        return self.forward_tokens / self.seconds if self.seconds else math.inf
 
     @property
     def tasks(self) -> list[str]:
@@ -249,61 +213,21 @@ class RetrievalResult:
             *([score for cell in cells for score in cell.scores] for cells in (before, after))
         )
 
-    def k_max(self, length: int | None = None, task: str = "passkey") -> int | None:
-        """The effective window of 2306.15595, in tokens; None if the task was not measured.
-
-        The largest distance k between the key and the end of the prompt such that at every k' ≤ k at least
-        20 % of the trials succeed. It is measured in prompts of `length`, by default the longest. 0 if the
-        nearest distance fails.
-        """
-        if length is None:
-            length = max(self.lengths(task), default=None)
-        reached = 0
-        cells = self.at(task, length) if length is not None else []
-        if not cells or any(cell.distance is None for cell in cells):
-            return None
-        for cell in sorted(cells, key=lambda cell: cell.distance or 0):
-            if cell.rate.mean < SUCCESS:
-                break
-            reached = cell.distance or 0
-        return reached
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts; includes the rates and `k_max` for other readers."""
+        """Plain numbers, strings, lists and dicts; includes the rates for other readers."""
         cells = [{**asdict(cell), "rate": asdict(cell.rate)} for cell in self.cells]
-        k_max = {length: self.k_max(length) for length in self.lengths("passkey")}
-        found: dict[str, Any] = plain(
-            {**vars(self), "cells": cells, "k_max": k_max, "tokens_per_second": self.tokens_per_second}
-        )
+        found: dict[str, Any] = plain({**vars(self), "cells": cells})
         return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
-        return cls(**_read(_RETRIEVAL, values))
-
-
-class Sample(NamedTuple):
-    """How a model continues a document: the most likely tokens.
-
-    Attributes:
-        document: name of the document.
-        tokens: number of the document's tokens that the model saw.
-        before: the end of what it saw.
-        written: how the document goes on.
-        generated: how the model goes on.
-    """
-
-    document: str
-    tokens: int
-    before: str
-    written: str
-    generated: str
+        return cls(**_fields(cls, values))
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationRow:
-    """One row of a comparison: a model, its perplexity, its retrieval, and how it continues documents.
+    """One row of a comparison: a model, its perplexity, and its retrieval.
 
     Attributes:
         label: name of the row in tables and legends.
@@ -314,7 +238,6 @@ class EvaluationRow:
         trained_length: the pretrained window in tokens, if known.
         rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
         retrieval: retrieval at each length; empty, and so false, if it was not measured.
-        samples: continuations of documents, if asked for.
         target_length: the window that the adapter was trained for, in tokens; None if untrained or unknown.
     """
 
@@ -326,7 +249,6 @@ class EvaluationRow:
     trained_length: int | None = None
     rope_parameters: dict[str, Any] | None = None
     retrieval: RetrievalResult = RetrievalResult()
-    samples: tuple[Sample, ...] = ()
     target_length: int | None = None
 
     @property
@@ -370,7 +292,6 @@ class EvaluationRow:
             **vars(self),
             "result": self.result.to_dict() if self.result else None,
             "retrieval": self.retrieval.to_dict() if self.retrieval else None,
-            "samples": [sample._asdict() for sample in self.samples],
         }
 
     @classmethod
@@ -381,106 +302,62 @@ class EvaluationRow:
             RopeExtendError: the values are not those of a row.
         """
         try:
-            made = cls(**_read(_ROW, values))
-            _require(made.encoding is None or isinstance(made.encoding["name"], str))
+            made = cls(**_fields(cls, values))
+            _consistent(made.encoding is None or isinstance(made.encoding["name"], str))
+            _consistent(made.trained_length != 0 and bool(made.result or made.retrieval))
             return made
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RopeExtendError(f"not a row of results: {type(error).__name__}: {error}") from error
 
 
-Reader = Callable[[Any], Any]
-"""Makes a value of a plain one, and raises ValueError, TypeError or KeyError for a damaged one."""
+def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record from plain values, by the types of the fields; None is the default, if any.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError, OverflowError: a value is none of its field.
+    """
+    hints = get_type_hints(cls)
+    found = {}
+    for item in fields(cls):
+        value = values.get(item.name)
+        if value is not None or (item.default is MISSING and item.default_factory is MISSING):
+            found[item.name] = _value(hints[item.name], value)
+    return found
 
 
-def _read(readers: Mapping[str, Reader], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: reader(values.get(name)) for name, reader in readers.items()}
+def _value(kind: Any, value: Any) -> Any:
+    """A plain value as a type that a field has; NaN for None, as `or_none` writes it."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if type(None) in inner:
+        return None if value is None else _value(inner[0], value)
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(value)
+    if origin is np.ndarray:
+        dtype = np.dtype(get_args(inner[1])[0]).newbyteorder("<")
+        if isinstance(value, str):
+            return np.frombuffer(base64.b64decode(value, validate=True), dtype)
+        return np.array(_value(list[float] if dtype.kind == "f" else list[int], value), dtype)
+    if origin in (list, tuple):
+        _require(isinstance(value, list | tuple), "a list", value)
+        return origin(_value(inner[0], each) for each in value)
+    if origin is dict and inner[0] is int:
+        lengths = {length: int(length) if len(length) < 15 else 0 for length in value}
+        _require(all(length > 0 for length in lengths.values()), "values by number of tokens", value)
+        return {lengths[length]: _value(inner[1], each) for length, each in value.items()}
+    if kind is float and value is None:
+        return math.nan
+    if kind is int:
+        _require(type(value) is int and 0 <= value < 2**62, "a whole number", value)
+    allowed = (int, float) if kind is float else (origin or kind,)
+    _require(type(value) in allowed, f"{(origin or kind).__name__}", value)
+    return float(value) if kind is float else value
 
 
-def _require(ok: bool) -> None:
+def _require(ok: bool, expected: str, value: Any) -> None:
+    if not ok:
+        raise ValueError(f"{expected} is needed, not {value!r:.40}")
+
+
+def _consistent(ok: bool) -> None:
     if not ok:
         raise ValueError("the numbers contradict each other")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"text is needed, not {value!r:.40}")
-    return value
-
-
-def _number(value: Any) -> float:
-    """A number; NaN for None, as `or_none` writes it."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise TypeError(f"a number is needed, not {value!r:.40}")
-    return math.nan if value is None else float(value)
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise TypeError(f"a whole number is needed, not {value!r:.40}")
-    return value
-
-
-def _length(value: Any) -> int:
-    if not 0 < _count(value) < 2**40:
-        raise ValueError(f"{value} is not a number of tokens")
-    return int(value)
-
-
-def _optional(reader: Reader, default: Any = None) -> Reader:
-    return lambda value: default if value is None else reader(value)
-
-
-def _list(reader: Reader) -> Reader:
-    return lambda values: [*map(reader, values)]
-
-
-def _by_length(reader: Reader) -> Reader:
-    def read(values: Mapping[str, Any]) -> dict[int, Any]:
-        if any(len(length) > 15 for length in values):
-            raise ValueError("not numbers of tokens")
-        return {_length(int(length)): reader(value) for length, value in values.items()}
-
-    return read
-
-
-_PERPLEXITY: Mapping[str, Reader] = {
-    "ppl": _by_length(_number),
-    "tokens": _by_length(_count),
-    "nll_by_position": lambda values: np.array(_list(_number)(values), dtype=np.float64),
-    "scored_by_position": _optional(lambda values: np.array(_list(_count)(values), dtype=np.int64)),
-    "document_nll": _by_length(_list(_number)),
-    "document_terms": _by_length(_list(_count)),
-    "seconds": _number,
-    **dict.fromkeys(("protocol", "data"), _text),
-    **dict.fromkeys(("documents", "dropped_documents", "passes", "forward_tokens"), _count),
-    "peak_memory_bytes": _count,
-    **dict.fromkeys(("window", "stride", "last"), _optional(_count)),
-}
-_CELL: Mapping[str, Reader] = {
-    "task": _text,
-    "length": _length,
-    "depth": _optional(_number),
-    "distance": _optional(_count),
-    "scores": lambda values: tuple(map(_number, values)),
-    "data": _optional(_text),
-}
-_RETRIEVAL: Mapping[str, Reader] = {
-    "cells": lambda values: tuple(map(Cell.from_dict, values)),
-    "crop": _optional(_count),
-    "seconds": _number,
-    "forward_tokens": _count,
-    "peak_memory_bytes": _count,
-}
-_ROW: Mapping[str, Reader] = {
-    "label": _text,
-    "encoding": _optional(dict),
-    "model": _text,
-    "adapter": _optional(_text),
-    "result": _optional(PerplexityResult.from_dict, PerplexityResult()),
-    "trained_length": _optional(_length),
-    "rope_parameters": _optional(dict),
-    "retrieval": _optional(RetrievalResult.from_dict, RetrievalResult()),
-    "samples": lambda values: tuple(Sample(**sample) for sample in values or ()),
-    "target_length": _optional(_length),
-}
-"""The fields of each record in a file."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from rope_extend.evaluation.answering import answer_batch
 from rope_extend.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
-    SAMPLE,
     Cell,
     CellStore,
     check_resumed,
     remove_cells,
 )
-from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.collecting import collect, perplexity_values
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
@@ -32,15 +30,12 @@ from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.samples import continuation
 from rope_extend.journal import only_writer
-from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.progress import progress_bar
-from rope_extend.report.tables import Sentences
-from rope_extend.report.versions import versions
-from rope_extend.units import format_length
+from rope_extend.report.tables import Section
+from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +45,18 @@ class Found:
     """What a measurement has found.
 
     Attributes:
-        rows: what was measured of each row that is finished on all of `documents`.
-        documents: names of the documents that the rows are compared on.
+        rows: what was measured of each row, on the documents that the rows share.
         missing: the cells that are not finished.
     """
 
     rows: list[EvaluationRow]
-    documents: list[str]
     missing: list[Cell]
 
     @property
-    def lead(self) -> list[Sentences]:
+    def lead(self) -> list[Section]:
         """What a report begins with: what is missing, row by row; empty if nothing is."""
-        said = counted_by_row((cell.row.label, cell.kind) for cell in self.missing)
-        return [Sentences("Not measured yet", said)] if said else []
+        said = counted_by_row(self.missing)
+        return [Section("Not measured yet", notes=said)] if said else []
 
 
 def run(
@@ -73,6 +66,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
+    report: Callable[[Found], object] = lambda _: None,
 ) -> Found:
     """Measure the cells that are not finished, and keep each.
 
@@ -83,6 +77,7 @@ def run(
         resume: use the finished cells there, and refuse those of another measurement.
         overwrite: delete the finished cells there, once the model is loaded.
         progress: show progress.
+        report: takes what was found, in every process, while no other may write to the directory.
 
     Raises:
         RopeExtendError: the directory holds another measurement, or another process writes to it, or the
@@ -125,10 +120,13 @@ def run(
         mine = [cell for cell in cells[rank::count] if cell.digest not in finished]
         if finished:
             logger.info("%d of %d cells are finished", len(finished), len(cells))
+            _found(measurement, store, cells)  # refuses damaged cells, before others are measured
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
             _share(store, connected)
-        return _found(measurement, store, cells)
+        found = _found(measurement, store, cells)
+        report(found)
+        return found
 
 
 def _share(store: CellStore, connected: Any) -> None:
@@ -151,46 +149,32 @@ def _measure_all(
     measurement: Measurement, lm: Any, cells: Sequence[Cell], store: CellStore, progress: bool
 ) -> None:
     """Measure some cells, within the budget."""
-    work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in cells]
-    machine = {"device": _device_name(lm), **versions()}
-    clock = Clock(work, measurement.config.budget, in_seconds=measurement.plan is not None)
-    tokens = sum(cell.tokens for cell in cells)
+    device, budget = _device_name(lm), measurement.config.budget
+    tokens, work = sum(cell.tokens for cell in cells), sum(cell.work for cell in cells)
     shown = progress and is_main_process()
     bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
-    row = None
+    row, begun, done = None, time.perf_counter(), 0.0
     with bar, ExitStack() as stack:
-        for number, cell in enumerate(cells):
-            if not clock.has_time(number):
+        for number, cell in enumerate(cells, start=1):
+            if budget is not None and time.perf_counter() - begun + _seconds(cell.work, done, begun) > budget:
                 break
             if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
                 stack.close()
                 prepared = measurement.candidates.prepared(lm, cell.row.method, cell.row.adapter)
                 model = stack.enter_context(prepared)
             row = cell.row
-            started, used = time.perf_counter(), time.process_time()
-            values = None
-            with _optional(measurement, cell):
-                values = _measure(measurement, model, cell, bar)
-            if values is None:
-                continue
-            seconds = time.perf_counter() - started
-            cost = {"seconds": seconds, "cpu_seconds": time.process_time() - used, "machine": machine}
-            store.write(cell, {**values, **cost})
-            clock.finished(number, seconds)
+            started = time.perf_counter()
+            values = _measure(measurement, model, cell, bar)
+            done += cell.work
+            store.write(cell, {**values, "seconds": time.perf_counter() - started, "device": device})
             if progress:
-                logger.info("[%d/%d] %s; %s", number + 1, len(cells), _said(cell, values), clock)
+                left = f"{format_duration(_seconds(work - done, done, begun))} to go"
+                logger.info("[%d/%d] %s; %s", number, len(cells), _said(cell, values), left)
 
 
-@contextmanager
-def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
-    """If memory runs out in what is not worth losing the perplexity, only warn."""
-    try:
-        yield
-    except RopeExtendError as error:
-        is_needed = cell.kind == PERPLEXITY or not measurement.wanted.documents
-        if is_needed or error.__cause__ is None or not is_out_of_memory(error.__cause__):
-            raise
-        logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
+def _seconds(work: float, done: float, begun: float) -> float:
+    """The seconds that some work will take, at the speed of what is done since `begun`."""
+    return work * (time.perf_counter() - begun) / done if done else 0.0
 
 
 def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:
@@ -199,34 +183,28 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     if cell.kind == PERPLEXITY:
         name = Path(measurement.documents[cell.number].name).name
         return {**about, **perplexity_values(_perplexity(measurement, model, cell, bar), name)}
-    if cell.kind == SAMPLE:
-        document = [each for each in measurement.documents if len(each) > 1][cell.number]
-        sample = continuation(model, measurement.tokenizer, document, measurement.lengths[-1], cell.row.crop)
-        found: dict[str, Any] = {"sample": sample._asdict()}
-    else:
-        batch = measurement.batches[cell.number]
-        task = measurement.tasks[batch[0].task]
-        trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
-        found = {"trials": trials, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+    batch = measurement.batches[cell.number]
+    task = measurement.tasks[batch[0].task]
+    trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
     bar.update(cell.tokens)
-    return {**about, "crop": cell.row.crop, **found}
+    cost = {"forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+    return {**about, "crop": cell.row.crop, "trials": trials, **cost}
 
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
     """The perplexity of a row on a document."""
-    crop, wanted, rule = cell.row.crop, measurement.wanted, measurement.rule
-    protocol, settings, lengths = rule.name, wanted.window_settings, measurement.lengths
+    crop, config, rule = cell.row.crop, measurement.config, measurement.rule
+    protocol, settings, lengths = rule.name, config.window_settings, measurement.lengths
     if crop is not None and rule.nested:
         protocol, settings = "cropped", WindowSettings(window=crop)
     elif crop is not None:
         lengths = [crop]
-    chunk = wanted.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
+    chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     result = perplexity(
         model,
         measurement.documents[cell.number],
         lengths,
         protocol=protocol,
-        save_losses=wanted.save_losses,
         options=RunOptions(chunk, bar),
         **settings,
     )
@@ -237,8 +215,14 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     """What is measured so far."""
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
-    rows, documents = collect([each for each in values if each is not None], labels)
-    return Found(rows, documents, [c for c, each in zip(cells, values, strict=True) if each is None])
+    try:
+        rows, _ = collect([each for each in values if each is not None], labels)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise RopeExtendError(
+            f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "
+            "restore cells.jsonl from a copy, or measure again with overwrite=True"
+        ) from error
+    return Found(rows, [c for c, each in zip(cells, values, strict=True) if each is None])
 
 
 def _device_name(lm: Any) -> str:
@@ -254,8 +238,6 @@ def _said(cell: Cell, values: dict[str, Any]) -> str:
         score = sum(trial["score"] for trial in trials) / len(trials)
         where = f"{trials[0]['task']}, {format_length(trials[0]['length'])}"
         return f"{cell.row.label}: {where}, {len(trials)} prompts: {score:.0%}"
-    if cell.kind == SAMPLE:
-        return f"{cell.row.label}: a sample of text"
     length, ppl = max(values["result"]["ppl"].items(), key=lambda pair: int(pair[0]))
     shown = "not finite" if ppl is None else f"{ppl:.2f}"
     return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"

@@ -64,18 +64,6 @@ def mean_interval(
     return float(mean - half), float(mean + half)
 
 
-def mean_over(nll: Floats, scored: Counts | None, positions: slice) -> tuple[float, int]:
-    """Mean loss over a range of positions with equal weight for each loss, and the number of losses.
-
-    `nll` and `scored` are float64 and int64 `[positions]`; without `scored` each position has weight 1.
-    """
-    values = nll[positions]
-    weights = np.ones(len(values), dtype=np.int64) if scored is None else scored[positions]
-    used = weights > 0
-    total = int(weights[used].sum())
-    return (float((values[used] * weights[used]).sum()) / total if total else math.nan), total
-
-
 @dataclass(frozen=True)
 class Difference:
     """The difference between two measurements on the same tokens.

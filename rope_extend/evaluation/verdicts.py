@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from rope_extend.evaluation.comparison import (
     Comparison,
     against_cropped,
-    cropped_control,
     regressions,
-    trained_when_cropped,
 )
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
-from rope_extend.report.tables import Sentences
+from rope_extend.report.tables import Section
 from rope_extend.units import format_length
 
 LEAST_FOUND = 0.9
@@ -53,10 +51,7 @@ class Verdict:
 
 
 def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
-    """A verdict on each row that is compared with a cropped context; empty without that control.
-
-    Controls have none: plain RoPE, and its adapters that were trained in the old window.
-    """
+    """A verdict on each row that is compared with a cropped context; controls have none."""
     costs = {id(regression.second): regression for regression in regressions(rows)}
     found = []
     for comparison in against_cropped(rows):
@@ -79,25 +74,7 @@ def _is_control(row: EvaluationRow) -> bool:
     return (row.target_length or 0) <= (row.trained_length or 0)
 
 
-def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
-    """What each control shows, in a sentence; empty without a cropped context."""
-    base = cropped_control(rows)
-    if base is None:
-        return []
-    said = [f"{base.label}, a control: the others are compared with it."]
-    for comparison in (*against_cropped(rows), *trained_when_cropped(rows)):
-        row = comparison.second
-        if not _is_control(row):
-            continue
-        if row.cropped:
-            shows = "the same training without a longer context"
-        else:
-            shows = "no extension" if row.adapter is None else "training in the old window only"
-        said.append(f"{row.label}, a control with {shows}: {_gain(comparison)[0]}.")
-    return said
-
-
-def verdict_sentences(rows: Sequence[EvaluationRow]) -> list[Sentences]:
+def verdict_sentences(rows: Sequence[EvaluationRow]) -> list[Section]:
     """The verdicts as the first part of a report; empty if there are none."""
     said = [str(verdict) for verdict in verdicts(rows)]
     if not said:
@@ -107,7 +84,7 @@ def verdict_sentences(rows: Sequence[EvaluationRow]) -> list[Sentences]:
         f"{LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
         f"{MOST_COST - 1:.0%} more perplexity within the trained window."
     )
-    return [Sentences("In short", [*said, *control_lines(rows), note])]
+    return [Section("In short", notes=[*said, note])]
 
 
 def _gain(comparison: Comparison) -> Criterion:
@@ -119,15 +96,12 @@ def _gain(comparison: Comparison) -> Criterion:
     if not math.isfinite(change.ratio):
         return f"{at}, perplexity is not finite", False
     percent = 100 * (1 - change.ratio)
-    words = f"{abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
+    words = f"{at}, {abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
     if change.low is None or change.high is None:
-        counted = "1 document" if change.documents == 1 else f"{change.documents} documents"
-        return f"{at}, {words} ({counted}, so no interval)", None
-    ends = sorted(100 * (1 - ppl(nats)) for nats in (change.low, change.high))
-    if percent < 0:
-        ends = sorted(-end for end in ends)
+        return f"{words} (too few documents for an interval: {change.documents})", None
+    ends = sorted((1 if percent >= 0 else -1) * 100 * (1 - ppl(end)) for end in (change.low, change.high))
     unclear = "" if change.clear else ", which may be chance"
-    said = f"{at}, {words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
+    said = f"{words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
     if change.certain is None and change.nats < 0:
         return f"{said}; {FEWEST_TO_DECIDE} documents decide", None
     return said, bool(change.certain)
@@ -137,18 +111,11 @@ def _found(row: EvaluationRow, length: int) -> Criterion:
     """What the row retrieves at a length, and whether it finds enough at every depth."""
     words, enough = [], True
     for task in row.retrieval.tasks:
-        cells = row.retrieval.at(task, length)
-        if not cells:
-            continue
-        shares = [cell.rate.mean for cell in cells]
-        whole = row.retrieval.rate(task, length)
-        assert whole is not None
-        worst = f", {min(shares):.0%} at the worst depth" if len(shares) > 1 else ""
-        words.append(f"{task} {whole.mean:.0%}{worst}")
-        enough &= min(shares) >= LEAST_FOUND
-    if not words:
-        return f"passkeys at {format_length(length)} not measured", None
-    return ", ".join(words), enough
+        shares = [cell.rate.mean for cell in row.retrieval.at(task, length)]
+        if shares:
+            words.append(f"{task} {row.retrieval.rate(task, length)}, {min(shares):.0%} at the worst depth")
+            enough &= min(shares) >= LEAST_FOUND
+    return (", ".join(words), enough) if words else (f"no task at {format_length(length)} was measured", None)
 
 
 def _cost(regression: Comparison | None) -> Criterion:

@@ -27,18 +27,17 @@ MOST_RATIO = 2.0
 told apart."""
 
 
-def plot_perplexity(rows: Sequence[Any], path: str | Path, *, title: str | None = None) -> Path:
+def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
 
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
     """
-    canvas = Canvas(path, title or "Perplexity against length", room=16)
+    canvas = Canvas(path, "Perplexity against length", room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
         lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
@@ -49,13 +48,13 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path, *, title: str | None 
     return canvas.save()
 
 
-def plot_loss_by_position(rows: Sequence[Any], path: str | Path, *, title: str | None = None) -> Path:
+def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw the mean loss in nats per token against the position of the predicted token.
 
     Single positions are noisy, so they are averaged in groups, four to each doubling of the position.
     Arguments and errors are those of `plot_perplexity`.
     """
-    canvas = Canvas(path, title or "Loss by position", room=16)
+    canvas = Canvas(path, "Loss by position", room=16)
     axes = canvas.axes
     longest = max((len(row.result.nll_by_position) + 1 for row in rows), default=1)
     first = max(1, longest // 256)

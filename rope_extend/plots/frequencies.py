@@ -10,7 +10,8 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.style import INK, QUIET, Canvas, draw_line, looks_of_rows
+from rope_extend.plots.palette import looks_of_rows
+from rope_extend.plots.style import INK, QUIET, Canvas, draw_line
 from rope_extend.units import format_length
 
 
@@ -20,7 +21,6 @@ def plot_frequencies(
     path: str | Path,
     *,
     seq_len: int | None = None,
-    title: str | None = None,
 ) -> Path:
     """Draw each channel pair's wavelength under each method, and its frequency divided by plain RoPE's.
 
@@ -32,7 +32,6 @@ def plot_frequencies(
         shape: the model's rotary shape.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         seq_len: the current length in tokens, for schedules that depend on it.
-        title: the heading.
 
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
@@ -40,7 +39,7 @@ def plot_frequencies(
     encodings = list(encodings)
     if not encodings:
         raise RopeExtendError("no encodings to draw")
-    canvas = Canvas(path, title or "Frequencies by method", panels=2)
+    canvas = Canvas(path, "Frequencies by method", panels=2)
     upper, lower = canvas.panels
     plain = shape.inv_freq().numpy()
     looks = looks_of_rows([(encoding.name, "untrained") for encoding in encodings])

@@ -14,30 +14,29 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
     INK,
     MOST_TICKS,
-    QUIET,
     Canvas,
     draw_line,
     length_axis,
     line_styles,
     mark_window,
+    note,
 )
 from rope_extend.units import format_length
 
 
-def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path, *, title: str | None = None) -> Path:
+def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     """Draw the share of trials solved against length, with 95 % intervals and the trained window marked.
 
     Args:
         rows: `EvaluationRow`s, one line each; those without the task are left out.
         task: the name of the task.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
 
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
     """
     rows = [row for row in rows if task in row.retrieval.tasks]
-    canvas = Canvas(path, title or f"Retrieval against length: {task}", room=16)
+    canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
         lengths = row.retrieval.lengths(task)
@@ -55,14 +54,13 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path, *, title: st
     return canvas.save()
 
 
-def plot_heat_map(row: Any, task: str, path: str | Path, *, title: str | None = None) -> Path:
+def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
     """Draw the share of trials solved over depth and length, the trained window marked between columns.
 
     Args:
         row: the `EvaluationRow` of one model.
         task: a task that has depths.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
 
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
@@ -72,19 +70,17 @@ def plot_heat_map(row: Any, task: str, path: str | Path, *, title: str | None = 
     if not depths:
         raise RopeExtendError(f"no heat map of {task!r}: {row.label} has no trials with a depth for it")
     subtitle = f"{row.label} · trials solved, %"
-    canvas = Canvas(path, title or f"Retrieval by depth: {task}", subtitle, room=16)
+    canvas = Canvas(path, f"Retrieval by depth: {task}", subtitle, room=16)
     axes = canvas.axes
     rates = [[result.rate(task, length, depth) for length in lengths] for depth in depths]
     shares = np.array([[np.nan if rate is None else 100 * rate.mean for rate in each] for each in rates])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     image = axes.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=100, aspect="auto")
-    has_numbers = max(shares.shape) <= 2 * MOST_TICKS
-    if not has_numbers:  # no room for numbers, so the colours need a scale
-        bar = canvas.figure.colorbar(image, ax=axes, pad=0.02)
-        bar.outline.set_visible(False)
+    canvas.figure.colorbar(image, ax=axes, pad=0.02).outline.set_visible(False)
+    has_room = max(shares.shape) <= 2 * MOST_TICKS
     for (line, column), share in np.ndenumerate(shares):
-        if np.isfinite(share) and has_numbers:
+        if np.isfinite(share) and has_room:
             colour = "white" if share < 55 else INK  # legible on cividis
             axes.text(column, line, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
     axes.xaxis.set_major_locator(FixedLocator(range(0, len(lengths), math.ceil(len(lengths) / MOST_TICKS))))
@@ -98,8 +94,5 @@ def plot_heat_map(row: Any, task: str, path: str | Path, *, title: str | None = 
     if trained is not None:
         edge = sum(length <= trained for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2.5, clip_on=False)
-        axes.annotate(
-            f"trained window, {format_length(trained)}", (edge, 1), (0, 4), ha="center",
-            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=9,
-        )  # fmt: skip
+        note(axes, f"trained window, {format_length(trained)}", edge, ha="center")
     return canvas.save()

@@ -1,13 +1,12 @@
 """The style of all pictures: palette, axes, line styles, and the figure that is saved.
 
 Figures are drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread.
-Each method has the colour of `rope_extend.report.colours`. Colour is never the only distinction: lines have
+Each method has its colour in `rope_extend.plots.palette`. Colour is never the only distinction: lines have
 markers, and dashes distinguish untrained from fine-tuned.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.plots.dark import with_dark_colours
-from rope_extend.report.colours import HUES, Look, look
-from rope_extend.report.colours import PLAIN as PLAIN_LOOK
+from rope_extend.plots.palette import HUES, look, looks_of_rows, with_dark_colours
+from rope_extend.plots.palette import PLAIN as PLAIN_COLOURS
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -31,7 +29,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 FORMATS = (".png", ".svg", ".pdf")
 PALETTE = tuple(light for light, _ in HUES)
 """Colours of lines that are no methods."""
-PLAIN = PLAIN_LOOK[0]
+PLAIN = PLAIN_COLOURS[0]
 """The colour of plain RoPE and of models that were not changed."""
 INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
 MOST_TICKS = 12
@@ -116,16 +114,6 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
         path.write_text(with_dark_colours(path.read_text("utf-8")), "utf-8")
 
 
-def looks_of_rows(rows: Sequence[tuple[str, Any]]) -> list[Look]:
-    """The look of each row, given as its method and dashes: equal ones get other shades."""
-    seen: Counter[tuple[str, Any]] = Counter()
-    looks = []
-    for row in rows:
-        looks.append(look(row[0]).shaded(seen[row]))
-        seen[row] += 1
-    return looks
-
-
 def method_colour(method: str) -> str:
     """The colour of a method, in every picture."""
     return look(method).colour
@@ -186,14 +174,18 @@ def mark_window(axes: Axes, trained_length: int | None) -> None:
         return
     left, right = axes.get_xlim()
     axes.set_xlim(left, right)  # fix the limits
-    at, text = (float(trained_length), 1), f"trained window, {format_length(trained_length)}"
+    text, at = f"trained window, {format_length(trained_length)}", float(trained_length)
     if left <= trained_length <= right:
         axes.axvline(trained_length, color=QUIET, linewidth=1, zorder=1)
     else:
-        text = f"{'beyond' if trained_length < left else 'within'} the {text}"
-        at = (left, 1)
+        text, at = f"{'beyond' if trained_length < left else 'within'} the {text}", left
     axes.axvspan(max(left, trained_length), max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
+    note(axes, text, at)
+
+
+def note(axes: Axes, text: str, at: float, **options: Any) -> None:
+    """A quiet text above the axes, at a value of the horizontal axis."""
     axes.annotate(
-        text, at, (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET,
-        fontsize=9,
+        text, (at, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET,
+        fontsize=9, **options,
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""A fine-tuning run: loss, and perplexity before and after; and the progress of a search."""
+"""A fine-tuning run: loss, and perplexity before and after."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from rope_extend.plots.style import (
 )
 
 
-def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = None) -> Path:
+def plot_training(metrics: str | Path, path: str | Path) -> Path:
     """Draw the loss against the step, from a run's `metrics.jsonl`, with its running mean.
 
     A second panel shows the norm of the gradient before clipping, if the file has it.
@@ -34,7 +34,6 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     Args:
         metrics: a file of JSON lines. Lines with `step` and `loss` (nats per token) are drawn.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
 
     Raises:
         RopeExtendError: the file is missing or has no loss in it, or the format is unknown.
@@ -57,7 +56,7 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
 
     subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
     known = np.isfinite(norms) & (norms > 0)
-    canvas = Canvas(path, title or "Training", subtitle, panels=2 if known.any() else 1)
+    canvas = Canvas(path, "Training", subtitle, panels=2 if known.any() else 1)
     axes = canvas.axes
     marker = "o" if len(steps) < 3 else ""  # one point is no line
     axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1, marker=marker)
@@ -78,8 +77,6 @@ def plot_course(
     curves: Mapping[int, Mapping[int, float]],
     trained_length: int,
     path: str | Path,
-    *,
-    title: str | None = None,
 ) -> Path:
     """Draw perplexity against length before a run, at each evaluation during it, and after.
 
@@ -87,7 +84,6 @@ def plot_course(
         curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
         trained_length: the window the model was pretrained with, in tokens.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
 
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
@@ -96,7 +92,7 @@ def plot_course(
         raise RopeExtendError("nothing to draw: no perplexity was measured")
     order = sorted(step for step, curve in curves.items() if curve)
     subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
-    canvas = Canvas(path, title or "Perplexity before and after training", subtitle, room=16)
+    canvas = Canvas(path, "Perplexity before and after training", subtitle, room=16)
     axes = canvas.axes
     for step in order:
         lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
@@ -110,28 +106,4 @@ def plot_course(
     perplexity_axis(axes)
     length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
     mark_window(axes, trained_length)
-    return canvas.save()
-
-
-def plot_search_curve(
-    curve: Sequence[tuple[int, float]], path: str | Path, *, title: str | None = None
-) -> Path:
-    """Draw the best fitness so far, in nats per token, against the number of documents measured.
-
-    Args:
-        curve: documents measured, each counted once for a candidate, and the best fitness, ascending.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
-
-    Raises:
-        RopeExtendError: the format is unknown.
-    """
-    canvas = Canvas(path, title or "Search", "the best fitness on all documents so far")
-    axes = canvas.axes
-    passes, values = zip(*curve, strict=True) if curve else ((), ())
-    axes.plot(passes, values, color=PALETTE[0], linewidth=2, marker="o", markersize=4, drawstyle="steps-post")
-    axes.set_xlabel("documents measured", color=INK)
-    axes.set_ylabel("fitness, nats per token", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     return canvas.save()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,26 +33,14 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def examine(
-    environment: Mapping[str, str] = os.environ,
-    *,
-    installed: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
-    free_disk: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
-) -> list[Finding]:
-    """Check everything that a run depends on. Nothing is downloaded, and no memory is taken.
-
-    Args:
-        environment: the environment variables.
-        installed: whether a package can be imported.
-        free_disk: free bytes of the disk of an existing directory.
-    """
-    return [
-        *(Finding(name, version) for name, version in versions().items()),
-        *(Finding(name, package_version(name)) for name in ("peft", "accelerate", "datasets")),
-        *_devices(),
-        *_optional(installed),
-        *_disks(environment, free_disk),
-    ]
+def examine(environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Check everything that a run depends on. Nothing is downloaded, and no memory is taken."""
+    found = {**versions(), **{name: package_version(name) for name in ("peft", "accelerate", "datasets")}}
+    for name, (use, command) in OPTIONAL.items():
+        missing = f"not installed; only for {use}: {command}"
+        found[name] = package_version(name) if importlib.util.find_spec(name) else missing
+    findings = [Finding(name, version) for name, version in found.items()]
+    return [*findings, *_devices(), *_disks(environment)]
 
 
 def _devices() -> Iterator[Finding]:
@@ -78,38 +66,16 @@ def _devices() -> Iterator[Finding]:
         "bfloat16", "supported" if bfloat16 else "not supported by this GPU",
         "" if bfloat16 else "weights are loaded in float32, which takes twice the memory",
     )  # fmt: skip
-    backends: dict[str, Any] = {
-        "flash": torch.backends.cuda.flash_sdp_enabled,
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
-    }
-    names = [name for name, enabled in backends.items() if enabled()]
-    yield Finding(
-        "sdpa backends", ", ".join(names) or "math only", "" if names else "long windows will not fit"
-    )
 
 
-def _optional(installed: Callable[[str], bool]) -> Iterator[Finding]:
-    for name, (use, command) in OPTIONAL.items():
-        if installed(name):
-            yield Finding(name, package_version(name))
-        else:
-            yield Finding(name, f"not installed; only for {use}: {command}")
-
-
-def _disks(environment: Mapping[str, str], free_disk: Callable[[Path], int]) -> Iterator[Finding]:
+def _disks(environment: Mapping[str, str]) -> Iterator[Finding]:
     home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     for subject, path in (("hub cache", home), ("this directory", Path.cwd())):
-        existing = next(part for part in (path, *path.parents) if part.exists())
-        try:
-            free = free_disk(existing)
-        except OSError as error:
-            yield Finding(subject, f"{path}: unknown ({error})")
-            continue
-        little = free < LITTLE_DISK
+        free = shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
         yield Finding(
             subject, f"{path}: {format_bytes(free)} free",
-            "a model of 7B parameters takes 14 GB; free some space, or set HF_HOME" if little else "",
+            "" if free >= LITTLE_DISK
+            else "a model of 7B parameters takes 14 GB; free some space, or set HF_HOME",
         )  # fmt: skip
     if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "on", "yes"):
         yield Finding("hub", "offline, by HF_HUB_OFFLINE", "only models and data in the cache can be loaded")

@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rope_extend.report.tables import Code, Section, Sentences, TwoLines, markdown_text, writable
+from rope_extend.report.tables import Code, Section, markdown_text, writable
 from rope_extend.report.versions import versions
 
 TEXT, PAGE = "report.md", "report.html"
@@ -43,7 +42,7 @@ class Picture:
         return re.sub(r' id="[a-z0-9]+_\d+"', "", text[text.index("<svg") :])
 
 
-Part = Section | Sentences | Picture | Code | str
+Part = Section | Picture | Code | str
 """What a report is made of; a `str` is a paragraph."""
 
 
@@ -61,7 +60,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    kinds = [(type(part).__name__, part, _best(part)) for part in parts]
+    kinds = [(type(part).__name__, part) for part in parts]
     text = environment.get_template("page.html").render(title=title, parts=kinds, versions=versions())
     return writable(text + "\n")
 
@@ -80,23 +79,3 @@ def write_pages(directory: Path, title: str, parts: Sequence[Part]) -> list[str]
     )
     (directory / PAGE).write_text(page(title, parts), encoding="utf-8")
     return [TEXT, PAGE, *pictures]
-
-
-def _best(part: Part) -> set[tuple[int, int]]:
-    """Row and column of the best numbers of each column; empty if the rows do not compete."""
-    if not isinstance(part, Section) or part.best is None or len(part.lines) < 3:
-        return set()
-    choose = min if part.best == "lowest" else max
-    found = set()
-    for column in range(1, len(part.lines[0])):
-        values = {row: _number(line[column]) for row, line in enumerate(part.lines[1:], start=1)}
-        known = {value for value in values.values() if value is not None}
-        if len(known) > 1:
-            found |= {(row, column) for row, value in values.items() if value == choose(known)}
-    return found
-
-
-def _number(cell: Any) -> float | None:
-    """The number at the start of a cell; None for a dash and the like."""
-    match = re.match(r"[-+]?[\d,]*\.?\d+", cell.text if isinstance(cell, TwoLines) else cell)
-    return float(match[0].replace(",", "")) if match else None

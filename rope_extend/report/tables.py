@@ -7,59 +7,32 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Literal, NamedTuple
 
-
-class TwoLines(NamedTuple):
-    """A cell with a second line in small letters, which Markdown leaves out."""
-
-    text: str
-    small: str
-
-
-Line = Sequence["str | TwoLines"]
+Line = Sequence[str]
+"""The cells of a line of a table."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a heading and notes.
+    """A table with a heading and notes, or notes alone.
 
     Attributes:
         heading: what the table shows.
-        lines: the head, then the rows; the first cell of a row is its name.
+        lines: the head, then the rows; the first cell of a row is its name. Empty for notes alone.
         notes: what a reader must know, one sentence each.
-        best: which number of a column a page marks as the best one; None if the rows do not compete.
     """
 
     heading: str
-    lines: Sequence[Line]
+    lines: Sequence[Line] = ()
     notes: Sequence[str] = ()
-    best: Literal["lowest", "highest"] | None = None
 
     def markdown(self, *, heading: bool = True) -> str:
         """The heading with a colon, the table, and the notes as a list."""
-        texts = [
-            [markdown_text(cell.text if isinstance(cell, TwoLines) else cell) for cell in line]
-            for line in self.lines
-        ]
+        texts = [[*map(markdown_text, line)] for line in self.lines]
         parts = [f"{markdown_text(self.heading)}:"] if heading else []
-        parts.append(markdown_table(texts))
+        parts += [markdown_table(texts)] if texts else []
         parts += ["\n".join(f"- {markdown_text(note)}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts)
-
-
-@dataclass(frozen=True)
-class Sentences:
-    """A list of sentences with a heading."""
-
-    heading: str
-    items: Sequence[str]
-
-    def markdown(self) -> str:
-        """The heading with a colon, and the sentences as a list."""
-        return "\n".join(
-            [f"{markdown_text(self.heading)}:", "", *(f"- {markdown_text(item)}" for item in self.items)]
-        )
 
 
 @dataclass(frozen=True)

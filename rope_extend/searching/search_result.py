@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from rope_extend.searching.search_log import Cost
 from rope_extend.searching.space import Table
 from rope_extend.units import format_duration, format_length
 
-CARD, SUMMARY, CURVE = "README.md", "search.json", "curve.png"
-FILES = (CARD, SUMMARY, CURVE, ENCODING_FILE)
+CARD, SUMMARY = "README.md", "search.json"
+FILES = (CARD, SUMMARY, ENCODING_FILE)
 """The files of a finished search; the encoding appears last."""
 
 
@@ -134,7 +133,7 @@ class SearchResult:
         )  # fmt: skip
         return environment.get_template("search_card.md").render(
             result=self, config=config, shape=self.shape, encoding=self.encoding, winner=self.winner,
-            cost=self.cost, curve=CURVE, encoding_file=ENCODING_FILE, quoted=quote(config.model),
+            cost=self.cost, encoding_file=ENCODING_FILE, quoted=quote(config.model),
             target=format_length(self.encoding.target_length(self.shape) or config.target_length),
             fitness=fitness, divisors=" ".join(f"{divisor:g}" for divisor in self.table.divisors),
             table=self.table_text(), duration=format_duration(self.cost.seconds),
@@ -146,12 +145,8 @@ class SearchResult:
         Raises:
             OSError: a file cannot be written.
         """
-        from rope_extend.plots.training_curves import plot_search_curve
-
         with replacing_files(directory, last=ENCODING_FILE) as files:
             write_text(files / CARD, self.card())
             write_json(files / SUMMARY, self.to_dict())
-            curve = [(passes, value) for passes, value in self.curve if math.isfinite(value)]
-            plot_search_curve(curve, files / CURVE, title=f"{self.config.strategy}: fitness so far")
             saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
             saved.write(files / ENCODING_FILE)

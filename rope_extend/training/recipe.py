@@ -409,13 +409,23 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, find: Callable[[str], 
 _UNUSED_BY_PLAN = {"data": "not-read", "output_dir": "not-written"}
 
 
-def recipe_from_arguments(arguments: argparse.Namespace) -> Recipe:
+def recipe_from_arguments(
+    arguments: argparse.Namespace, check: Callable[[Recipe], object] = lambda made: None
+) -> Recipe:
     """The recipe of parsed arguments: the YAML file, if any, with its values replaced by the flags.
 
-    With `--plan`, data and output directory may be missing.
+    With `--plan`, data and output directory may be missing. `check` is asked after the checks of the values,
+    and before the defaults that follow from the method, which import torch.
 
     Raises:
-        RopeExtendError: as `Recipe.from_yaml`.
+        RopeExtendError: as `Recipe.from_yaml`, or by `check`.
     """
+
+    @dataclass(frozen=True)
+    class Given(Recipe):
+        def check_early(self) -> None:
+            super().check_early()
+            check(self)
+
     defaults = _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None
-    return from_arguments(Recipe, arguments, defaults)
+    return Recipe.from_dict(from_arguments(Given, arguments, defaults).to_dict())

@@ -170,7 +170,7 @@ def starting_point(
             checkpoint is damaged or belongs to another run, or the recipe describes another run.
     """
     # A run would also replace another model there.
-    finished = [path.name for path in checkpoint_files(directory)]
+    finished = checkpoint_files(directory)
     present = [name for name in _RUN_FILES if (directory / name).exists()] + finished
     held = f"{directory} already holds a run or a checkpoint ({', '.join(present[:1])})"
     if resume is not False and overwrite:
@@ -240,7 +240,7 @@ def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
     """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        finished = [path.name for path in checkpoint_files(directory)]
+        finished = checkpoint_files(directory)
         for name in {*_RUN_FILES, *finished} if fresh else ():
             path = directory / name
             if path.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from integrity import with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
+from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main
 
 
@@ -25,6 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rx.save(model, where / "full")
     rx.save(with_lora(model), where / "adapter")
     copies = {"flipped": "full", "cut": "adapter", "unrecorded": "adapter", "newer": "adapter"}
+    copies |= {"damaged": "full", "mixed": "full"}
     for name, source in copies.items():
         shutil.copytree(where / source, where / name)
     weights = bytearray((where / "flipped" / "model.safetensors").read_bytes())
@@ -33,6 +36,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (where / "cut" / "adapter_model.safetensors").write_bytes(b"")
     (where / "unrecorded" / "rope_extend.json").unlink()
     (where / "newer" / "rope_extend.json").write_text('{"schema_version": 7}')
+    (where / "damaged" / "rope_extend.json").write_text('{"schema_version": 2}')
+    write_record(where / "mixed", replace(read_record(where / "mixed"), target_length=64))
     (where / "file").write_text("mine")
     (where / "some.gguf").write_text("mine")
     return where
@@ -44,6 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("info nowhere", "no directory 'nowhere'"),
         ("info file", "cannot load the config of 'file'"),
         ("info newer", "schema_version is 7"),
+        ("info damaged", "damaged/rope_extend.json: missing keys"),
+        ("info mixed", "mixed/config.json does not agree with the rope_extend.json next to it"),
         ("info unrecorded", "holds an adapter without rope_extend.json"),
         ("info full --target-length 16", "must exceed the trained window"),
         ("merge adapter", "--output"),

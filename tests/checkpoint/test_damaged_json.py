@@ -82,5 +82,7 @@ def test_a_record_that_disagrees_with_the_config_next_to_it_is_refused(
 ) -> None:
     rewritten(directory / RECORD, lambda data: {**data, **change})
     refused(
-        directory, rf"says that {next(iter(change))} is .*one of the two is not what was saved", by="load"
+        directory,
+        rf"does not agree with .* {next(iter(change))} .*One of the two is not what was saved",
+        by="load",
     )

@@ -157,8 +157,8 @@ def test_a_weight_of_an_adapter_that_nothing_takes_is_refused(directory: Path, n
     save_file({**load_file(path), f"base_model.model.model.{name}": torch.ones(2, 32)}, path)
     before = list(vars(llama().model.layers[0].self_attn.q_proj))
     unsealed(directory)
-    refused(directory, rf"does not fit this llama model.*{name}", by="load")
-    refused(directory, rf"does not fit this llama model.*{name}", by="merge")
+    refused(directory, rf"does not fit this model.*{name}", by="load")
+    refused(directory, rf"does not fit this model.*{name}", by="merge")
     base = llama()
     with pytest.raises(RopeExtendError, match=name):
         rx.load_adapter(base, directory)

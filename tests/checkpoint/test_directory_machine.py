@@ -29,18 +29,14 @@ from rope_extend.checkpoint.restoring import checked_record
 OUTSIDE = "outside"
 FOREIGN = (
     "notes.txt", "LICENSE", "README.md", "model_best.safetensors", "data/mine.bin",
-    "additional_chat_templates/mine.txt",
 )  # fmt: skip
 LINKS = {
     "config.json": "file.json", "model.safetensors": "file.json", "rope_extend.json": "file.json",
-    "tokenizer.json": "file.json", "chat_template.jinja": "file.json", "additional_chat_templates": "folder",
+    "tokenizer.json": "folder", "chat_template.jinja": "file.json",
     "NOTICE": "file.json", "other": "folder", "README.md": "missing",
 }  # fmt: skip
-"""Links in the directory, with what they lead to outside of it. The first six have names of a checkpoint."""
-TOKENIZER = {
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
-    "additional_chat_templates/rag.jinja",
-}  # fmt: skip
+"""Links in the directory, with what they lead to outside of it. The first five have names of a checkpoint."""
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"}
 CARD = "README.md"
 STAY = {"LICENSE", "NOTICE"}
 """Files of a merge that a later checkpoint leaves."""
@@ -61,7 +57,7 @@ def sources(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Sources:
     for name in ("tokenizer.model", "LICENSE", "NOTICE"):
         (base / name).write_text(name)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = {"default": "{{ messages }}", "rag": "{{ messages }}"}
+    tokenizer.chat_template = "{{ messages }}"
     model = tiny_llama(num_hidden_layers=1)
     rx.extend(model, 256)
     adapted = AutoModelForCausalLM.from_pretrained(base)
@@ -149,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         new = self.sources.files[kind]
         assert new - set(self.foreign) <= set(after)
         rest = set(after) - new - set(self.foreign) - STAY - ({CARD} if kind == "merge" else set())
-        assert rest <= (set() if new & TOKENIZER else {*TOKENIZER, "additional_chat_templates"}), rest
+        assert rest <= (set() if new & TOKENIZER else TOKENIZER), rest
 
     @invariant()
     def files_of_others_are_unchanged(self) -> None:

@@ -237,15 +237,12 @@ def test_what_servers_read_means_the_same_in_transformers(tmp_path: Path, name: 
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["p_rope"])
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "additional_chat_templates").mkdir()
-    (directory / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     (directory / "optimizer.pt").write_bytes(b"state")
     (directory / "verification.json").write_text("{}")
     before = contents(directory)
     output = export(directory, tmp_path / "out", verify=False)
     assert contents(output).keys() == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", RECORD_NAME,
-        "additional_chat_templates/rag.jinja",
     }  # fmt: skip
     assert os.path.samefile(output / "model.safetensors", directory / "model.safetensors")
     assert not os.path.samefile(output / "tokenizer.json", directory / "tokenizer.json")
@@ -303,6 +300,16 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     assert (output / "notes.txt").read_text() == "mine"
 
 
+def test_the_key_of_another_encoding_is_left_out(tmp_path: Path) -> None:
+    """A pretrained model may have it, as Qwen2.5-1M, and engines would apply it to YaRN as well."""
+    key, value = "dual_chunk_attention_config", {"chunk_size": 48, "local_size": 16}
+    model = tiny_model(FamilyCase("qwen2", {key: value}))
+    with rx.extend(model, TARGET, "yarn"):
+        rx.save(model, tmp_path / "saved")
+    assert getattr(model.config, key) == value
+    assert key not in (tmp_path / "saved" / "config.json").read_text()
+
+
 def test_a_refusal_says_what_would_work(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["logn(ntk)"])
     with pytest.raises(
@@ -310,7 +317,7 @@ def test_a_refusal_says_what_would_work(tmp_path: Path) -> None:
     ):
         export(directory, tmp_path / "out", "vllm")
     directory, _ = saved(tmp_path / "glm", ROWS["yarn-turns"], "glm")
-    with pytest.raises(RopeExtendError, match="neighbouring channels; it can be exported to transformers"):
+    with pytest.raises(RopeExtendError, match=r"neighbouring channels; .*rope-extend export --support"):
         export(directory, tmp_path / "out", "sglang")
     directory, _ = saved(tmp_path / "yarn", ROWS["yarn"])
     with pytest.raises(RopeExtendError, match=r"convert the weights with its convert_hf_to_gguf.py"):

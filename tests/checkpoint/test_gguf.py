@@ -19,12 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.checkpoint.export.gguf import (
-    annotate,
-    llama_cpp_logits,
-    schedule,
-    verify_gguf,
-)
+from rope_extend.checkpoint.export.gguf import annotate, schedule
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import Record, read_record
@@ -292,6 +287,18 @@ def converter_keys(parameters: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def llama_cpp_logits(path: Path, tokens: list[int]) -> torch.Tensor:
+    """Logits `[T, vocabulary]` float32 that llama.cpp computes, with a float32 cache."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        str(path), n_ctx=len(tokens), n_batch=len(tokens), n_gpu_layers=0, logits_all=True, verbose=False,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+    )  # fmt: skip
+    model.eval(tokens)
+    return torch.tensor(model.scores[: len(tokens)].copy(), dtype=torch.float32)
+
+
 def compared(path: Path, case: EncodingCase, model_type: str = "llama", **config: Any) -> tuple[float, float]:
     """Largest differences of logits: llama.cpp with our schedule, and with its own converter's keys."""
     model = tiny_model(FamilyCase(model_type, config))
@@ -302,10 +309,6 @@ def compared(path: Path, case: EncodingCase, model_type: str = "llama", **config
         expected = model(ids).logits[0]
         file = annotate(source, path / "ours.gguf", ours)
         gaps = [(llama_cpp_logits(f, ids[0].tolist()) - expected).abs().max().item() for f in (file, source)]
-        assert verify_gguf(file, model, ours) < 1e-3
-        if gaps[1] > 0.1:
-            with pytest.raises(RopeExtendError, match="logits that differ by"):
-                verify_gguf(source, model, ours)
     print(f"\n| `{case}` | {model_type} | {gaps[0]:.1e} | {gaps[1]:.1e} |")
     return gaps[0], gaps[1]
 
@@ -344,29 +347,17 @@ def test_llama_cpp_reads_as_we_do(
 
 @pytest.mark.slow
 @needs_llama_cpp
-def test_an_export_is_verified_in_llama_cpp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory, path = checkpoint(tmp_path)
-    with caplog.at_level("INFO", "rope_extend"):
-        export(directory, tmp_path / "out", "llama.cpp", gguf=path)
-    assert "llama.cpp computes the original's logits from plain.gguf" in caplog.text
-    model = llama()
-    model.model.norm.weight.data.neg_()  # matrices are compared before, and vectors are not
-    other = converted(model, tmp_path / "other.gguf")
-    with pytest.raises(RopeExtendError, match="logits that differ by"):
-        export(directory, tmp_path / "wrong", "llama.cpp", gguf=other)
-    assert not (tmp_path / "wrong").exists()
-
-
-@pytest.mark.slow
-@needs_llama_cpp
 @pytest.mark.parametrize("method", ["yarn", "ntk_by_parts", "linear"])
+@torch.no_grad()
 def test_the_bundled_model_reads_in_llama_cpp(tmp_path: Path, method: str) -> None:
     """Trained weights, at 256 positions beyond their trained window."""
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
     source = converted(model, tmp_path / "plain.gguf")
     with rx.extend(model, 2048, method) as patch:
         record = Record(patch.encoding, patch.shape, 2048, "llama", None)
-        gap = verify_gguf(annotate(source, tmp_path / "ours.gguf", record), model, record)
-        with pytest.raises(RopeExtendError, match="logits that differ by"):
-            verify_gguf(source, model, record)
+        ids = torch.randint(3, 1000, (1, record.shape.trained_length + 256))
+        expected = model(ids).logits[0]
+        files = (annotate(source, tmp_path / "ours.gguf", record), source)
+        gap, alone = ((llama_cpp_logits(f, ids[0].tolist()) - expected).abs().max().item() for f in files)
     print(f"\n{method} of the bundled model: {gap:.1e}")
+    assert gap < 1e-3 < alone

@@ -331,7 +331,7 @@ def test_other_kinds_of_adapters_and_pickled_bases_are_refused_by_name(
 
 def test_repeated_layers_are_refused_by_name(tmp_path: Path) -> None:
     adapted(llama(), tmp_path, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
-    with pytest.raises(rx.RopeExtendError, match=r"repeats layers .*use the adapter without a merge"):
+    with pytest.raises(rx.RopeExtendError, match=r"repeats layers .*use it with rope_extend.load"):
         rx.merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

@@ -20,8 +20,7 @@ from rope_extend.checkpoint.staging import staged
 from rope_extend.journal import only_writer, writes_to
 
 SHARD = "model-00001-of-00002.safetensors"
-TEMPLATES = "additional_chat_templates"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", f"{TEMPLATES}/rag.jinja")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def files(directory: Path, *names: str, text: str = "old") -> None:
@@ -71,16 +70,15 @@ def test_files_that_only_look_like_weights_stay(tmp_path: Path) -> None:
 def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> None:
     directory = tmp_path / "full"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    tokenizer.chat_template = {"default": "OLD", "rag": "OLD RAG"}
-    rx.save(extended(), directory, tokenizer)
-    (directory / TEMPLATES / "notes.txt").write_text("mine")
-    assert {TOKENIZER[2], TOKENIZER[3]} <= contents(directory).keys()
-    rx.save(extended(), directory, overwrite=True)  # without a tokenizer, the old one stays
-    assert AutoTokenizer.from_pretrained(directory).chat_template == tokenizer.chat_template
+    for template in ("OLD", {"default": "OLD", "rag": "OLD RAG"}):
+        tokenizer.chat_template = template
+        rx.save(extended(), directory, tokenizer, overwrite=True)
+        assert all(path.is_file() for path in directory.iterdir())
+        rx.save(extended(), directory, overwrite=True)  # without a tokenizer, the old one stays
+        assert AutoTokenizer.from_pretrained(directory).chat_template == template
+    (directory / "chat_template.jinja").write_text("OLDER")
     rx.save(extended(), directory, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), True)
     assert AutoTokenizer.from_pretrained(directory).chat_template is None
-    assert (directory / TEMPLATES / "notes.txt").read_text() == "mine"
-    assert not (directory / TEMPLATES / "rag.jinja").exists()
 
 
 @pytest.mark.parametrize("whose", ["ours", "edited", "a link"])
@@ -104,7 +102,7 @@ def test_a_link_to_a_directory_is_replaced_and_what_it_leads_to_stays(tmp_path: 
     target, outside = tmp_path / "target", tmp_path / "outside"
     files(outside, "rag.jinja", "other.jinja")
     files(target, "config.json")
-    (target / TEMPLATES).symlink_to(outside)
+    (target / "tokenizer.json").symlink_to(outside)
     with pytest.raises(RopeExtendError, match="already holds a checkpoint"):
         publish(target, *TOKENIZER, overwrite=False)
     publish(target, "config.json", *TOKENIZER)
@@ -145,11 +143,11 @@ def test_the_files_of_a_killed_save_are_named(tmp_path: Path) -> None:
     assert not backup.exists()
 
 
-def test_a_failure_at_any_step_restores_files_of_every_level(tmp_path: Path) -> None:
+def test_a_failure_at_any_step_restores_all_files(tmp_path: Path) -> None:
     names, failures = ("config.json", "rope_extend.json", *TOKENIZER), 0
     for number in range(1, 100):
         target = tmp_path / str(number)
-        files(target, "config.json", "rope_extend.json", f"{TEMPLATES}/rag.jinja", f"{TEMPLATES}/tool.jinja")
+        files(target, "config.json", "rope_extend.json", "chat_template.jinja", "vocab.txt")
         before, fault = texts(target), Fault(target, number, OSError(errno.ENOSPC, "No space left on device"))
         try:
             with watching(fault):
@@ -157,7 +155,7 @@ def test_a_failure_at_any_step_restores_files_of_every_level(tmp_path: Path) -> 
         except RopeExtendError:
             failures += 1
             assert texts(target) == before
-            assert {path.name for path in target.iterdir()} == {"config.json", "rope_extend.json", TEMPLATES}
+            assert {path.name for path in target.iterdir()} == before.keys()
         else:  # the step may fail, such as creating a directory that is there
             assert texts(target) == dict.fromkeys(names, "new")
             if fault.count < number:

@@ -22,7 +22,6 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.view import length_groups
 from rope_extend.training.lora import lora_config
 
 
@@ -136,20 +135,3 @@ def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: P
     assert not torch.allclose(own, dynamic, atol=1e-4)
     with pytest.raises(PatchError, match="use as-is"):
         Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))
-
-
-def test_the_groups_of_lengths_are_known_without_weights(work: Path, tmp_path: Path) -> None:
-    """Of each row, as the model with its weights has them, also with an adapter of another target."""
-    adapter, model = str(tmp_path / "adapter"), tiny_llama()
-    rx.extend(model, TARGET, "dynamic_ntk")
-    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")  # may be removed
-    rx.save(get_peft_model(model, lora), adapter)
-    config = EvaluationConfig(
-        model=str(scaled_copy(work / "model", tmp_path, "longrope")), adapters=(adapter,), lengths=(32, 512),
-        methods=("yarn", "as-is", "none"),
-    )  # fmt: skip
-    candidates, lengths = Candidates.of(config), [16, 32, 64, 100, 512]
-    lm = candidates.load_options.load(candidates.name)
-    expected = [length_groups(each, lengths) for each in models(candidates, lm)]
-    assert candidates.length_groups(lengths) == expected
-    assert list(map(len, expected)) == [1, 2, 1, 1]

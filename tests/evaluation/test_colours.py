@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_rgb
 
 from rope_extend.method_names import method_names
-from rope_extend.plots.dark import dark_colour, with_dark_colours
-from rope_extend.plots.style import PALETTE, Canvas, looks_of_rows, method_colour
+from rope_extend.plots.palette import (
+    HUE_OF,
+    HUES,
+    NIGHT,
+    PAPER,
+    PLAIN,
+    dark_colour,
+    look,
+    with_dark_colours,
+)
+from rope_extend.plots.style import PALETTE, method_colour
 from rope_extend.plots.style import PLAIN as PLAIN_LINE
-from rope_extend.report.colours import HUE_OF, HUES, NIGHT, PAPER, PLAIN, channels, look
 
 OFTEN_TOGETHER = ("none", "linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope", "llama3", "abf")
 PICTURES = sorted((Path(__file__).parents[2] / "docs").rglob("*.svg"))
@@ -23,7 +31,7 @@ def contrast(colour: str, background: str) -> float:
     """The contrast ratio of two colours, from 1 to 21, by the formula of WCAG 2."""
 
     def luminance(one: str) -> float:
-        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(one)]
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(one)]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
 
     light, dark = sorted((luminance(colour), luminance(background)), reverse=True)
@@ -35,11 +43,11 @@ def test_colours_can_be_seen_on_light_and_dark_pages() -> None:
         for step in range(5):
             found = look(name).shaded(step)
             assert contrast(found.colour, PAPER) >= 3, found
-            assert contrast(dark_colour(found.colour.lower()), NIGHT) >= 3, found
+            assert contrast(dark_colour(found.colour), NIGHT) >= 3, found
     for light, dark in (*HUES, PLAIN):
         assert contrast(light, PAPER) >= 3
         assert contrast(dark, NIGHT) >= 3
-        assert dark_colour(light.lower()) == dark.lower()
+        assert dark_colour(light) == dark
 
 
 def test_every_method_has_a_look_of_its_own() -> None:
@@ -48,17 +56,8 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert len(set(looks)) == len(looks)
     assert len({look(name).colour for name in OFTEN_TOGETHER}) == len(OFTEN_TOGETHER)
     assert look("resonance(yarn)") == look("resonance")
-    assert look("no such method") == look("no such method")
     assert method_colour("yarn") == look("yarn").colour == PALETTE[2]
     assert method_colour("none") == PLAIN_LINE == look("none").colour
-
-
-def test_rows_of_one_method_and_kind_have_different_shades() -> None:
-    rows = [("yarn", "untrained"), ("yarn", "fine-tuned"), ("yarn", "fine-tuned"), ("none", "fine-tuned")]
-    first, trained, second, plain = looks_of_rows(rows)
-    assert first == trained == look("yarn")  # their dashes differ
-    assert len({found.colour for found in (trained, second, plain)}) == 3
-    assert all(a.marker != b.marker for a, b in combinations((trained, second), 2))
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
@@ -72,12 +71,3 @@ def test_every_picture_has_a_dark_colour_for_each_colour(path: Path) -> None:
             assert contrast(dark_colour(colour), NIGHT) >= 3, colour
         else:
             assert contrast(dark_colour(colour), NIGHT) < 3, colour
-
-
-def test_a_picture_that_is_drawn_now_has_the_style(tmp_path: Path) -> None:
-    canvas = Canvas(tmp_path / "a.svg", "title")
-    canvas.axes.plot([1, 2], [1, 2], color=HUES[0][0])
-    text = canvas.save().read_text("utf-8")
-    assert len(STYLE.findall(text)) == 1
-    assert f'[style*="stroke: {HUES[0][0].lower()}"] {{stroke: {HUES[0][1].lower()} !important}}' in text
-    assert ">title</text>" in text  # text as text

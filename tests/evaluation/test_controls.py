@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +16,12 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.answering import answer_batch
 from rope_extend.evaluation.comparison import against_cropped, differences, regressions
 from rope_extend.evaluation.evaluate import evaluate
-from rope_extend.evaluation.evaluation_config import DEPTHS, EvaluationConfig
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.prompts import PromptOptions, depths_from, make_prompts
-from rope_extend.evaluation.report_files import markdown_report, read_results, write_report
+from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.tasks import Passkey
 
 TRAINED = 32
 
@@ -83,15 +78,6 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
     assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
 
 
-def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
-    nothing = {n: [math.inf] * 3 for n in (32, 64)}
-    infinite = dict.fromkeys((32, 64), math.inf)
-    broken = row("broken", "yarn", 2.0, lengths=(32, 64), ppl=infinite, document_nll=nothing)
-    write_report([row("none", "none", 2.0), broken], tmp_path)
-    line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[1])
-    assert line["within_window"]["differences"][0]["nats"] is None
-
-
 @pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     ("protocol", "options"), [("sliding", {"stride": 8}), ("last-k", {"last": 8}), ("disjoint", {})]
@@ -119,26 +105,25 @@ def test_a_protocol_with_the_same_targets_is_its_own_control(
 
 
 @pytest.mark.parametrize(
-    ("settings", "note"),
+    ("settings", "crops"),
     [
-        ({"protocol": "sliding", "stride": 31}, None),
-        ({"protocol": "sliding", "stride": 32}, "windows 32 tokens apart do not overlap within the trained "),
-        ({"protocol": "sliding", "stride": 48}, "use a stride below 32."),
-        ({"protocol": "last-k", "last": 32}, None),
-        ({"protocol": "last-k", "last": 33}, "33 targets do not fit the trained window of 32 tokens"),
-        ({"protocol": "disjoint"}, None),
-        ({"protocol": "disjoint-second-half"}, "the targets of this protocol depend on N."),
+        ({"protocol": "sliding", "stride": 31}, True),
+        ({"protocol": "sliding", "stride": 32}, False),
+        ({"protocol": "last-k", "last": 32}, True),
+        ({"protocol": "last-k", "last": 33}, False),
+        ({"protocol": "disjoint"}, True),
+        ({"protocol": "disjoint-second-half"}, False),
+        ({}, True),
     ],
     ids=str,
 )
-def test_no_control_scores_other_targets(settings: dict[str, Any], note: str | None, work: Path) -> None:
+def test_no_control_scores_other_targets(settings: dict[str, Any], crops: bool, work: Path) -> None:
     """Windows of 32 tokens, 32 apart, never score their first token; longer ones do. The report says so."""
     config = EvaluationConfig(model=str(work / "model"), methods=("none", "yarn"), lengths=(64,), **settings)
-    assert Measurement(config, texts=False).crops == (note is None)
+    assert Measurement(config, texts=False).crops == crops
     found = result(2.0, (64,), **settings)
     text = markdown_report([replace(row("none", "none", 2.0), result=found, trained_length=TRAINED)])
-    assert ("No control with a cropped context" in text) == (note is not None)
-    assert note is None or note in text
+    assert ("No control with a cropped context" in text) != crops
 
 
 def test_rows_with_other_targets_are_not_compared() -> None:
@@ -178,16 +163,6 @@ def test_retrieval_within_the_window_is_in_the_default_report(work: Path, tmp_pa
         assert one.lengths("passkey") == [256]
         assert one.depths("passkey") == [0, 0.25, 0.5, 0.75, 1]
         assert one.rate("passkey", 256).trials == 10
-    # The same numbers as the library gives for the same prompts.
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(MODEL_DIR),
-        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
-    )
-    task = Passkey(template="demo")
-    prompts = make_prompts(task, tokenizer, 256, PromptOptions(depths=depths_from(DEPTHS), trials=2))
-    alone, _ = answer_batch(model, tokenizer, task, prompts)
-    scores = [score for cell in by_label["dynamic_ntk"].cells for score in cell.scores]
-    assert scores == [trial["score"] for trial in sorted(alone, key=lambda trial: trial["depth"])]
     assert by_label["none, cropped to 256"].cells == by_label["dynamic_ntk"].cells
     before, after = (by_label[name].rate("passkey", 256).mean for name in ("none, cropped to 256", "linear"))
     assert before >= 0.8
@@ -197,12 +172,8 @@ def test_retrieval_within_the_window_is_in_the_default_report(work: Path, tmp_pa
     assert found["linear"].change == pytest.approx(after - before)
     assert found["linear"].high < 0
     assert found["dynamic_ntk"].change == 0
-    lines = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
-    assert lines[0]["within_window"]["changes"][0]["change"] == pytest.approx(after - before)
-    assert lines[0]["within_window"]["differences"][0]["nats"] > 0
-    assert lines[2]["within_window"] is None
     for text in ((tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")):
-        assert "Within the trained window of 256, compared with none, cropped to 256" in text
+        assert "within the trained window of 256, compared with none, cropped to 256" in text
         assert str(found["linear"]) in text
 
 
@@ -219,7 +190,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(work: Path, tmp_pa
 )
 def test_passkeys_are_asked_if_there_is_something_to_compare(settings: dict[str, Any], trials: int) -> None:
     config = EvaluationConfig(model=str(MODEL_DIR), lengths=(512,), **settings)
-    prompts = Measurement(config, texts=False).wanted.prompts
+    prompts = Measurement(config, texts=False).asked
     assert (prompts.options.trials if prompts.tasks else 0) == trials
     with pytest.raises(
         RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
@@ -234,4 +205,4 @@ def test_a_task_that_does_not_fit_the_old_window_is_left_out(
     found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"], max_documents=1)
     assert not any(one.retrieval for one in found)
     assert "passkey at 32 is not measured: the task passkey needs about" in caplog.text
-    assert "Retrieval within the window was not measured" in markdown_report(found)
+    assert "Retrieval" not in markdown_report(found)

@@ -29,9 +29,9 @@ from test_report import BASIC, result
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import running
-from rope_extend.evaluation.cells import CELLS, PERPLEXITY, RETRIEVAL, Cell, Row
+from rope_extend.evaluation.cells import CELLS, PERPLEXITY, Cell, Row
 from rope_extend.evaluation.collecting import perplexity_values
-from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.files import replacing
@@ -105,9 +105,7 @@ def draw(*arguments: Any, **__: Any) -> Path:
 
 
 class Runs(RuleBasedStateMachine):
-    """Runs of one kind. Each version of the model gives other results."""
-
-    kind: str
+    """Each version of the model gives other results; `more` asks for other cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +116,6 @@ class Runs(RuleBasedStateMachine):
         self.measured = 0
         self.interrupted_before = False
         for name in ("curves.plot_perplexity", "curves.plot_loss_by_position"):
-            self.patches.setattr(f"rope_extend.plots.{name}", draw)
-        for name in ("retrieval_maps.plot_accuracy", "retrieval_maps.plot_heat_map"):
             self.patches.setattr(f"rope_extend.plots.{name}", draw)
 
     def teardown(self) -> None:
@@ -187,7 +183,7 @@ class Runs(RuleBasedStateMachine):
         own = [Row(label, method=label) for label in rows]
         model = SimpleNamespace(torch_device=torch.device("cpu"), load=lambda *_, **__: None)
         cells = [
-            Cell(self.kind, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
+            Cell(PERPLEXITY, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
             for number in range(PARTS)
             for row in own
         ]
@@ -196,8 +192,8 @@ class Runs(RuleBasedStateMachine):
         self.patches.setattr(running, "_measure", self.measure)
         return SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
-            work_text=lambda _: "", wanted=SimpleNamespace(documents=True),
-            config=SimpleNamespace(budget=None, version=version),
+            work_text=lambda _: "",
+            config=SimpleNamespace(budget=None, version=version, documents=True),
             candidates=SimpleNamespace(name="m", load_options=model, prepared=lambda *_: nullcontext()),
         )  # fmt: skip
 
@@ -234,27 +230,13 @@ class Runs(RuleBasedStateMachine):
     def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
         one = self.imitated(rows, version, {"losses": more})
         self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
-        common = {"model": "model", "methods": rows, "output": str(self.output)}
-        if self.kind == RETRIEVAL:
-            evaluate_module.retrieve(RetrievalConfig(**common), **flags)
-        else:
-            config = EvaluationConfig(**common, data=str(version), save_losses=more)
-            evaluate_module.evaluate(config, **flags)
+        config = EvaluationConfig(model="model", methods=rows, output=str(self.output), data=str(version))
+        evaluate_module.evaluate(config, **flags)
 
     def values(self, cell: Cell, version: int) -> dict[str, Any]:
-        """All trials are solved by one version, and none by the other; the loss is the version."""
-        if self.kind == RETRIEVAL:
-            trial = {
-                "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
-                "score": version % 2, "prompt": str(cell.number),
-            }  # fmt: skip
-            cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}
-            return {**self.about(cell), **cost, "trials": [trial]}
-        changes = {}
-        if cell.identity["losses"]:
-            changes = {"losses": {8: [np.full(7, float(version), np.float32)]}}
+        """The loss is the version."""
         sums = {"document_nll": {8: [7.0 * version]}, "document_terms": {8: [7]}, "tokens": {8: 7}}
-        found = replace(result(float(version), (8,), **changes), data=str(cell.number), **sums)
+        found = replace(result(float(version), (8,)), data=str(cell.number), **sums)
         return {**self.about(cell), **perplexity_values(found, "text")}
 
     def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
@@ -271,42 +253,17 @@ class Runs(RuleBasedStateMachine):
     def check_report(self) -> None:
         """The report can be read, and has every file that it names."""
         assert read_results(self.output)
-        names = BASIC if self.kind == PERPLEXITY else ("accuracy_passkey.png", "report.md", "report.html")
-        assert all((self.output / name).stat().st_size for name in names)
+        assert all((self.output / name).stat().st_size for name in BASIC)
 
     def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
         """The report is that of the run which has just ended."""
         found = read_results(self.output)
         assert [row.label for row in found] == [*rows]
-        if self.kind == RETRIEVAL:
-            assert all(row.retrieval.cells[0].scores == (version % 2,) * PARTS for row in found)
-            return
         assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
-        for line in (line for line in self.kept(rows) if line["identity"]["losses"] == more):
-            assert bool(line["result"]["losses"]) == more
 
 
-class Evaluations(Runs):
-    """Runs of `evaluate`; `more` keeps the losses by token."""
-
-    kind = PERPLEXITY
-
-
-class Retrievals(Runs):
-    """Runs of `retrieve`; `more` asks other questions."""
-
-    kind = RETRIEVAL
-
-
-@pytest.mark.parametrize("machine", [Evaluations, Retrievals])
-def test_runs_leave_whole_files_and_those_of_other_people(machine: type[Runs]) -> None:
+def test_runs_leave_whole_files_and_those_of_other_people() -> None:
     examples = 300 if OPTIONS.full else 6
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=20 if OPTIONS.full else 8)
+        Runs, settings=settings(max_examples=examples, stateful_step_count=20 if OPTIONS.full else 8)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [Evaluations, Retrievals])
-def test_many_runs_leave_whole_files_and_those_of_other_people(machine: type[Runs]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=12))

@@ -100,17 +100,6 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
     assert result.forward_tokens / result.tokens[64] == pytest.approx(64 / 63)
 
 
-def test_within_and_beyond_split_at_the_window() -> None:
-    model, documents = tiny(), texts(64, 64)
-    result = measure(model, documents, [32, 64])
-    losses = torch.stack([naive_losses(model, document.input_ids) for document in documents])
-    assert result.within(32) == pytest.approx(result.ppl[32])
-    # The target at position 32 is the first beyond a window of 32; its loss is entry 31.
-    assert result.beyond(32) == pytest.approx(losses[:, 31:].mean().exp().item(), rel=1e-5)
-    with pytest.raises(RopeExtendError, match="1 to 63"):
-        result.beyond(64)
-
-
 def test_every_length_is_measured_on_the_same_documents() -> None:
     model, documents = tiny(), texts(64, 20, 63, 80)
     result = measure(model, documents, [16, 64])

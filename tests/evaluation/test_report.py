@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from covering import few
 
 import rope_extend as rx
-from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
@@ -26,7 +23,7 @@ from rope_extend.evaluation.report_files import (
     write_report,
 )
 from rope_extend.evaluation.report_parts import perplexity_section
-from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult, Sample
+from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.plots.style import Canvas
 
 TRAINED = 32
@@ -85,10 +82,10 @@ def rows() -> list[EvaluationRow]:
 
 
 def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    """Each line of the results also has what follows from it."""
+    """Each line of the results also has the versions of the software."""
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
-    found = RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0, 0.0), "a"),))
+    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),))
     one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
     alone = row("b", None, 2.0, document_nll={32: [60.0]}, document_terms={32: [31]}, lengths=(32,))
     rows += [replace(one, retrieval=found), alone]
@@ -98,16 +95,11 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
         assert [r.to_dict() for r in again] == [r.to_dict() for r in rows]
         assert again[-2].retrieval == found
-    *_, first, second = (json.loads(line) for line in paths[0].read_text().splitlines())
+    *_, first, _ = (json.loads(line) for line in paths[0].read_text().splitlines())
     assert first["encoding"] == {"name": "yarn", "factor": 8.0}
     assert first["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
     assert first["versions"]["rope_extend"] == rx.__version__
-    assert first["retrieval"]["k_max"] == {"64": 9}
     assert first["retrieval"]["cells"][0]["rate"]["trials"] == 2
-    for length in (32, 64):
-        low, high = first["intervals"][str(length)]
-        assert low < math.exp(sum(sums[length]) / sum(terms[length])) < high
-    assert second["intervals"] == {"32": None}  # of one document
 
 
 def draw(_: object, path: Path, **__: object) -> Path:
@@ -129,7 +121,7 @@ def test_pages_and_tables_have_no_absolute_paths(rows: list[EvaluationRow], tmp_
     """`results.jsonl` keeps them: it says where the adapters are."""
     clients = tmp_path / "clients"
     named = [replace(each, model=str(clients / "base"), adapter=str(clients / "run")) for each in rows[2:4]]
-    found = RetrievalResult((Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),))
+    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "0"),))
     named.append(replace(named[0], label="retrieval", result=PerplexityResult(), retrieval=found))
     write_report(named, tmp_path / "one")
     files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
@@ -141,7 +133,7 @@ def test_pages_and_tables_have_no_absolute_paths(rows: list[EvaluationRow], tmp_
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
     """And only its own files are: those of other people stay, and no link is followed."""
     check_measurement(tmp_path / "report")
-    found = RetrievalResult((Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),))
+    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "0"),))
     write_report([replace(rows[0], retrieval=found)], tmp_path / "report")
     (tmp_path / "report" / "accuracy_mine.png").write_text("untouched")
     before = (tmp_path / "report" / "results.jsonl").read_bytes()
@@ -203,7 +195,7 @@ def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: 
 
 
 def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
-    rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0, 0.0), "a"),)))
+    rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),)))
     records = [*csv.DictReader(csv_table(rows).splitlines())]
     assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of"]
     for each in rows:
@@ -218,10 +210,9 @@ def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
 
 
 def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow]) -> None:
-    other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210", passes=3)
+    other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210")
     notes = perplexity_text([*rows, other])
     assert "elsewhere: measured on other text (fedcba9876543210); do not compare" in notes
-    assert "elsewhere: its tables depend on the length, so there are 3 passes" in notes
     assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
     assert "do not compare" not in perplexity_text(rows)
 
@@ -245,52 +236,16 @@ def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
         ]
 
 
-@pytest.mark.usefixtures("private_cache")
-@pytest.mark.parametrize(
-    ("options", "labels"),
-    few(
-        [
-            ("--methods yarn", ["yarn", "none, cropped to 32"]),
-            ("--methods none,yarn", ["none", "none, cropped to 32", "yarn"]),
-            ("", ["as-is", "as-is, cropped to 32"]),
-            ("--methods yarn --no-cropped", ["yarn"]),
-            ("--methods none,yarn --protocol sliding --stride 8", ["none", "none, cropped to 32", "yarn"]),
-            ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn", "none, cropped to 32"]),
-            ("--methods none,yarn --protocol sliding-window-mean --stride 8", ["none", "yarn"]),
-        ],
-        3,
-        1,
-    ),
-)
-def test_the_controls_are_in_the_default_report(
-    options: str, labels: list[str], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,32,64 {options}"
-    main(shlex.split(f"{command} --output {tmp_path}"))
-    rows = read_results(tmp_path)
-    assert [r.label for r in rows] == labels
-    assert len({r.result.data for r in rows}) == 1
-    table = capsys.readouterr().out
-    before = "none" in labels or "none, cropped to 32" in labels
-    assert ("Within the trained window of 32" in table) == (before and "yarn" in labels)
-    if "--protocol sliding " in options:
-        assert {(r.result.protocol, r.result.stride) for r in rows} == {("sliding", 8)}
-    if "cropped to 32" in str(labels) and "yarn" in labels:
-        assert "Perplexity divided by that of none, cropped to 32" in table
-    assert ("No control with a cropped context" in table) == ("-mean" in options)
-
-
 HOSTILE = "a|b</td><script>alert(1)</script>\n# Heading\n![x](http://evil/p.png) <img src=x> $\\frac"
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_no_label_can_leave_its_place_in_markdown(tmp_path: Path) -> None:
     """Nor in the tables of a card. The page is in `test_report_page.py`."""
-    found = RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0,), "a"),))
+    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0,), "a"),))
     plain = replace(row("none, cropped", "none", 2.5), result=result(2.5, protocol="cropped", window=TRAINED))
     named = EvaluationRow(
         HOSTILE, {"name": "yarn", "x": "<b>|\n"}, HOSTILE, HOSTILE, result(2.0), TRAINED, retrieval=found,
-        samples=(Sample(HOSTILE, 3, "a", "b", "```\n# c"),),
     )  # fmt: skip
     write_report([plain, named], tmp_path, title=HOSTILE)
     for text in ((tmp_path / "report.md").read_text(), card_results([plain, named])["results"]):
@@ -314,8 +269,8 @@ LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")
         {"document_terms": {n: [0] * 3 for n in LENGTHS_OF_DAMAGE}}, {"protocol": "zzz"}, {"window": "64"},
         {"documents": 0}, {"seconds": "1"}, {"data": 5}, {"passes": True}, {"scored_by_position": [1]},
         ("label", 5), ("label", None), ("trained_length", "64"), ("encoding", "yarn"), ("encoding", {}),
-        ("result", []), ("retrieval", {"cells": 5}), ("samples", [{"a": 1}]), ("samples", 3),
-        ("retrieval", {"cells": [{"task": "a", "length": 3, "depth": None, "distance": 1, "scores": [2]}],
+        ("result", []), ("retrieval", {"cells": 5}),
+        ("retrieval", {"cells": [{"task": "a", "length": 3, "depth": None, "scores": [2]}],
                        "crop": None, "seconds": 1, "forward_tokens": 1, "peak_memory_bytes": 1}),
         [1, 2], "[" * 100_000, "", "NaN",
     ],

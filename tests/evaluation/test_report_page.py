@@ -11,7 +11,7 @@ from test_report import row
 
 from rope_extend.plots.curves import plot_perplexity
 from rope_extend.report.page import Picture, markdown, page
-from rope_extend.report.tables import Code, Section, Sentences, TwoLines
+from rope_extend.report.tables import Code, Section
 
 HOSTILE = '<script>alert("&\'")</script>{{ 7 * 7 }}'
 
@@ -46,14 +46,14 @@ class Tags(HTMLParser):
 def test_no_name_can_leave_its_place(tmp_path: Path) -> None:
     rows = [row(HOSTILE, "yarn", 2.0)]
     parts = [
-        Picture(HOSTILE, partial(plot_perplexity, rows)), HOSTILE, Sentences(HOSTILE, [HOSTILE]),
+        Picture(HOSTILE, partial(plot_perplexity, rows)), HOSTILE, Section(HOSTILE, notes=[HOSTILE]),
         Code(HOSTILE, HOSTILE),
-        Section(HOSTILE, [["", HOSTILE], [HOSTILE, TwoLines(HOSTILE, HOSTILE)]], [HOSTILE]),
+        Section(HOSTILE, [["", HOSTILE], [HOSTILE, HOSTILE]], [HOSTILE]),
     ]  # fmt: skip
     text = page(HOSTILE, parts)
     tags = Tags(text)
     assert "script" not in {tag for tag, _ in tags.found}
-    assert "".join(tags.texts).count(HOSTILE) >= 12
+    assert "".join(tags.texts).count(HOSTILE) >= 11
     assert 'src="' not in text  # it needs no other file
     assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
     for needed in ('<meta charset="utf-8">', "width=device-width, initial-scale=1", "max-width: 100%"):
@@ -72,28 +72,11 @@ def test_drawings_are_inside_and_have_no_name_twice(tmp_path: Path) -> None:
     assert not [name for name in names if re.fullmatch(r"[a-z0-9]+_\d+", str(name))]
 
 
-def test_links_lead_to_the_parts() -> None:
-    section = Section("Table", [["", "x"], ["a", "1"]])
-    text = page("t", [section, "between", Sentences("Words", ["a"]), Code("Code", "b"), section])
-    assert re.findall(r'<a href="#([^"]+)">([^<]+)</a>', text) == [
-        ("part-1", "Table"), ("part-2", "Words"), ("part-3", "Code"), ("part-4", "Table"),
-    ]  # fmt: skip
-    assert re.findall(r'<h2 id="([^"]+)">([^<]+)</h2>', text)[2] == ("part-3", "Code")
-    assert "<nav>" not in page("t", [section] * 3)
-
-
-def test_the_best_number_of_a_column_is_marked() -> None:
-    lines = [["", "512", "1k", "same"], ["a", "1,200", "3.5", "7"], ["b", "87.5", "–", "7"]]
-    text = page("Title", [Section("Table", lines, best="lowest")])
-    assert re.findall(r'<td class="best">([^<]*)', text) == ["87.5"]
-    assert 'class="best"' not in page("Title", [Section("Table", lines)])
-
-
 def test_markdown_shows_every_text_as_it_is() -> None:
     fences = [line for line in Code("Text", "a\n````\nb").markdown().splitlines() if line.startswith("`")]
     assert fences == ["`````", "````", "`````"]
     text = markdown(
-        [Section("[h](x)", [["", "a|b"], ["<c>", "\n# d"]], ["> e"]), Sentences("s", ["# f"]), "`g`"]
+        [Section("[h](x)", [["", "a|b"], ["<c>", "\n# d"]], ["> e"]), Section("s", notes=["# f"]), "`g`"]
     )
     assert text == (
         "\\[h\\](x):\n\n|       | a\\|b |\n| ----- | ---: |\n| \\<c\\> | \\# d |\n\n- \\> e\n\n"

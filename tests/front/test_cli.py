@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,15 +188,13 @@ def test_a_mistyped_path_names_the_nearest_directory(tmp_path: Path) -> None:
     assert [is_path(name) for name in ("./a", "../a", "/a", "~/a", "a/b/c", "a/", ".", "a b")] == [True] * 8
 
 
-def test_doctor_names_what_is_missing_with_what_to_do(tmp_path: Path) -> None:
-    findings = {
-        finding.subject: finding
-        for finding in examine(
-            {"HF_HOME": str(tmp_path / "not" / "there"), "HF_HUB_OFFLINE": "1"},
-            installed=lambda name: name == "gguf",
-            free_disk=lambda path: 10**9,
-        )
-    }
+def test_doctor_names_what_is_missing_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    places = {"HF_HOME": str(tmp_path / "not" / "there"), "HF_HUB_OFFLINE": "1"}
+    findings = {finding.subject: finding for finding in examine(places)}
     assert findings["torch"].result == torch.__version__
     assert "not installed" not in findings["gguf"].result
     for name, (use, command) in OPTIONAL.items():

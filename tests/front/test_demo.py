@@ -99,7 +99,7 @@ def check_claims(measured: list[EvaluationRow]) -> None:
     rows = {row.label: row.result for row in measured}
     plain, trained, longest = rows["none"], 256, 2048
     assert plain.documents == DOCUMENTS
-    assert plain.beyond(trained) >= 3 * plain.within(trained)
+    assert plain.ppl[longest] >= 3 * plain.ppl[trained]
     tuned = rows["yarn + LoRA"]
     assert tuned.ppl[longest] < plain.ppl[trained]
     lengths = sorted(length for length in tuned.ppl if length >= trained)

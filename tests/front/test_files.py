@@ -8,17 +8,33 @@ from pathlib import Path
 
 import pytest
 
+import rope_extend as rx
 from rope_extend import files
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import (
     check_creatable,
+    expand_home,
     replacing,
     replacing_directory,
     replacing_files,
     write_text,
 )
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "x" * 300], ids=["nul", "long", "part"])
+def test_a_name_that_no_file_can_have_is_one_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RopeExtendError, match=r"no file can be called .*; give another name"):
+        expand_home(name)
+    with pytest.raises(RopeExtendError, match="no file can be called"):
+        rx.info(name)
+    with pytest.raises(RopeExtendError, match="output_dir must be a path"):
+        rx.Recipe(model="m", data="d", output_dir=name, target_length=64)
+    for command in (["info", name], ["card", str(MODEL_DIR), "--results", name]):
+        with pytest.raises(SystemExit):
+            main(command)
+        assert "no file can be called" in capsys.readouterr().err
 
 
 def test_a_text_replaces_an_earlier_one(tmp_path: Path) -> None:

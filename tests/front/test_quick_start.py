@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 LIGHT = [
     *((f"{name} --help", 0, "examples:") for name in COMMANDS),
     ("--help", 0, "start here"),
+    ("finetune --help", 0, "--help-all explains more flags: method, data and blocks"),
+    ("finetune --help-all", 0, "--lora-rank"),
     ("--version", 0, rx.__version__),
     ("", 2, "usage"),
     ("evalute model", 2, "Did you mean 'evaluate'"),
@@ -135,7 +137,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a config that stock transformers must not load."""
     directory = tmp_path_factory.mktemp("plugin-only")
-    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "max_position_embeddings": 64}
+    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "rope_extend_config": {}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

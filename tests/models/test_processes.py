@@ -39,8 +39,8 @@ def in_two_processes(command: str, where: Path) -> str:
 def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> None:
     """Three documents, so that the shares differ; two methods and the control; and one file of each."""
     command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods none,dynamic_ntk"
-    main(shlex.split(f"{command} --device cpu --save-losses --output {tmp_path / 'one'}"))
-    ran = torchrun(f"{command} --save-losses --output {tmp_path / 'two'}")
+    main(shlex.split(f"{command} --device cpu --output {tmp_path / 'one'}"))
+    ran = torchrun(f"{command} --output {tmp_path / 'two'}")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("written:") == 1
     assert ran.stderr.count("plan: ") == 1
@@ -49,7 +49,7 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
     assert [numbers(row.result) for row in two] == [numbers(row.result) for row in one]
     lines = ((tmp_path / name / "cells.jsonl").read_text().splitlines()[1:] for name in ("one", "two"))
     alone, shared = (
-        {each["cell"]: each["result"]["losses"] for each in map(json.loads, some)} for some in lines
+        {each["cell"]: each["result"]["nll_by_position"] for each in map(json.loads, some)} for some in lines
     )
     assert alone == shared
     assert all(alone.values())

@@ -61,7 +61,7 @@ def test_the_command_writes_an_encoding_a_card_and_a_log(
     main(command)
     printed = capsys.readouterr().out
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "README.md", "curve.png", "encoding.json", "evaluations.jsonl", "search.json",
+        "README.md", "encoding.json", "evaluations.jsonl", "search.json",
     }  # fmt: skip
     summary = json.loads((tmp_path / "out" / "search.json").read_text())
     lines = (tmp_path / "out" / LOG).read_text().splitlines()[1:]

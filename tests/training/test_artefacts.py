@@ -56,12 +56,10 @@ READERS: dict[str, dict[str, str | None]] = {
         "manifest.read_json": DIGESTS,
         "manifest.open_weights": DIGESTS,
         "verifying._reference": BASE,
-        "write._export_gguf": BASE,
         "card._recipe": None,  # shows the recipe next to the adapter
         "card.write_card": None,  # asks only whether the card is ours
-        "card_mark.is_our_card": None,  # the same, by a digest in the card
-        "merging._copy_notices": None,  # copies files
-        "local_paths.private_fields": None,  # names fields
+        "staging.is_our_card": None,  # the same, by a digest in the card
+        "publishing.private_fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
         "stock_reader": None,  # the request of the process that started this one
         "stock_reader.main": None,  # the same

@@ -73,9 +73,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_numbers(
 
 @pytest.mark.slow
 def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path, commands: Commands) -> None:
-    command = (
-        f"retrieve {MODEL_DIR} --lengths 256,320 --depths 2 --trials 4 --methods none,yarn --batch-tokens 256"
-    )
+    command = f"retrieve {MODEL_DIR} --lengths 256,320 --depths 2 --trials 4 --methods none,yarn"
     out = tmp_path / "stopped"
     cells = out / "cells.jsonl"
     said = interrupted(commands, f"{command} --output {out}", lambda: len(finished_in(out)) >= 2)

@@ -22,14 +22,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rope_extend.checkpoint.manifest import open_weights, weight_files
 from rope_extend.checkpoint.record import Record
@@ -60,7 +58,6 @@ _ARCHITECTURES = {
     "llama4_text": "llama4",
     "ministral3": "mistral3",
 }
-_LLAMA_CPP = "llama_cpp"
 
 
 def architecture_of(model_type: str | None) -> str:
@@ -125,12 +122,7 @@ def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, archi
 
 
 def annotate(source: str | PathLike[str], output: str | PathLike[str], record: Record) -> Path:
-    """Write a copy of a GGUF file that has the recorded encoding; returns its path.
-
-    Args:
-        source: the extended or the base model's weights, converted by llama.cpp's converter into one file.
-        output: the new file; the source is only read.
-        record: the record of the extended checkpoint.
+    """Write a copy of a converted GGUF file that has the recorded encoding; returns its path.
 
     Raises:
         RopeExtendError: the package `gguf` is missing; the source is not a GGUF file or of another model;
@@ -149,11 +141,7 @@ def annotate(source: str | PathLike[str], output: str | PathLike[str], record: R
 
 
 def _check_model(path: Path, metadata: Metadata, record: Record) -> None:
-    """Refuse a file whose model has another rotary shape than the recorded one.
-
-    Raises:
-        RopeExtendError: it has; or its architecture scales attention by keys that would be replaced.
-    """
+    """Refuse a file of another rotary shape, or that scales attention by keys that would be replaced."""
     value, another = metadata.of_architecture, "it is of another model; convert this checkpoint's weights"
     heads = value("attention.head_count")
     dim = value("rope.dimension_count") or value("attention.key_length")
@@ -243,13 +231,6 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
 
     Matrices in float32, float16, bfloat16 and Q8_0 are compared. A line of the log names the other formats,
     whose rounding depends on the program that wrote them.
-
-    Args:
-        path: the GGUF file.
-        checkpoint: directory with safetensors files.
-
-    Raises:
-        RopeExtendError: a matrix of the same name and shape has other values.
     """
     left_out: dict[str, int] = {}
     for file, name, tensor, heads in _pairs(path, checkpoint):
@@ -320,57 +301,3 @@ def _unlike(tensor: Any, weights: Any) -> float:
             steps += np.repeat(largest * (0.5 / 127 + 2.0**-11), 32, axis=1)
         unlike += int((np.abs(own - stored) > 1.01 * steps).sum())
     return unlike / int(np.prod(tensor.shape))
-
-
-def llama_cpp_logits(path: str | PathLike[str], tokens: list[int]) -> Tensor:
-    """Logits `[T, vocabulary]` float32 that llama.cpp computes for `tokens`, with a float32 cache.
-
-    Raises:
-        RopeExtendError: llama-cpp-python is missing, or llama.cpp does not load the file.
-    """
-    if not can_verify():
-        raise RopeExtendError("this needs llama-cpp-python: pip install llama-cpp-python")
-    llama_cpp = import_module(_LLAMA_CPP)
-    try:
-        model = llama_cpp.Llama(
-            str(path), n_ctx=len(tokens), n_batch=len(tokens), n_gpu_layers=0, logits_all=True, verbose=False,
-            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-        )  # fmt: skip
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise RopeExtendError(f"llama.cpp does not load {path}: {error}") from error
-    model.eval(tokens)
-    return torch.tensor(model.scores[: len(tokens)].copy(), dtype=torch.float32)
-
-
-@torch.no_grad()
-def verify_gguf(path: str | PathLike[str], model: Any, record: Record, *, tolerance: float = 1e-3) -> float:
-    """Compare llama.cpp's logits with those of the patched model; returns the largest difference.
-
-    The text is 256 tokens longer than the trained window, but at most as long as the target length.
-
-    Args:
-        path: a GGUF file of the model's weights. Quantised weights differ by more than the default tolerance.
-        model: the model, loaded by `rope_extend.load`, in float32.
-        record: the record of the checkpoint.
-        tolerance: the largest allowed difference of a logit.
-
-    Raises:
-        RopeExtendError: llama-cpp-python is missing, the file does not load, or the logits differ by more.
-    """
-    length = min(record.target_length, record.shape.trained_length + 256)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (1, length), generator=generator)
-    logits = llama_cpp_logits(path, ids[0].tolist())
-    gap = float((model(ids.to(model.device)).logits[0].float().cpu() - logits).abs().max())
-    if not gap <= tolerance:
-        raise RopeExtendError(
-            f"llama.cpp computes logits that differ by {gap:.2g} over {length} tokens for {path}, and "
-            f"{tolerance:g} is allowed; a quantised file needs a larger tolerance="
-        )
-    return gap
-
-
-def can_verify() -> bool:
-    """Whether llama-cpp-python is installed."""
-    return find_spec(_LLAMA_CPP) is not None

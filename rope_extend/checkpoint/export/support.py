@@ -10,16 +10,9 @@ from typing import Any
 
 from rope_extend.checkpoint.export.gguf import architecture_of, schedule
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.encodings import (
-    DualChunk,
-    Encoding,
-    PlainRope,
-    RopeEncoding,
-    RopeShape,
-)
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter, find_adapter
-from rope_extend.models.stock_config import DUAL_CHUNK_KEY
 
 NATIVE = "native"
 FACTORS = "exact by factors"
@@ -79,9 +72,6 @@ def support(
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
     engine = TARGETS[target]
-    if isinstance(encoding, DualChunk) and engine.dual_chunk:
-        length = target_length or encoding.target_length(shape) or shape.trained_length
-        return _dual_chunk(encoding, shape, target, model_type, length)
     if obstacle := encoding.beyond_one_table(shape):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
@@ -187,18 +177,3 @@ def _in_gguf(encoding: RopeEncoding, shape: RopeShape, length: int, architecture
     kind = content.keys["rope.scaling.type"]
     reason = f"as rope.freq_base {content.keys['rope.freq_base']:.6g}" if kind == "none" else f"type {kind}"
     return Support("llama.cpp", NATIVE, reason, form)
-
-
-def _dual_chunk(
-    encoding: DualChunk, shape: RopeShape, target: str, model_type: str | None, length: int
-) -> Support:
-    families = TARGETS[target].dual_chunk
-    if model_type not in families:
-        return _refused(target, f"it reads {DUAL_CHUNK_KEY} in models of {', '.join(families)} only")
-    plain = _in_keys(target, NATIVE, f"by {DUAL_CHUNK_KEY}", PlainRope().rope_parameters(shape), length)
-    key = {
-        "chunk_size": encoding.chunk + encoding.local,
-        "local_size": encoding.local,
-        "original_max_position_embeddings": length,
-    }
-    return Support(target, NATIVE, plain.reason, {**(plain.form or {}), DUAL_CHUNK_KEY: key})

@@ -8,18 +8,11 @@ A target that reads `config.json` is one record here. The facts come from the so
   `--max-model-len` exceeds the trained window, and raises if pairs are neighbours. Which of YaRN's keys for
   attention it reads differs between versions. `_get_and_verify_max_len`: the window is
   `max_position_embeddings` times `factor`; for `yarn` the original one times `factor`; for `longrope` and
-  `llama3` `max_position_embeddings`. Releases 0.9 and 0.10 had a backend for `dual_chunk`; 0.11 removed it
-  (pull request 25351).
+  `llama3` `max_position_embeddings`.
 - SGLang, `python/sglang/srt/layers/rotary_embedding/factory.py`, `yarn.py` and `rope_variant.py`: the same
   types, and the same keys in `longrope`; `yarn` has no `attention_factor`. Its `longrope` looks up position L
   as position 0 if the batch has no later one, where L is `original_max_position_embeddings`.
   `get_context_length`: `max_position_embeddings` times `factor`, unless there is an original one.
-- SGLang, `layers/attention/dual_chunk_flashattention_backend.py`, `layers/rotary_embedding` and `models/`
-  (pull request 9032): the key `dual_chunk_attention_config` turns the backend on. Three model classes give it
-  the five rotations of each query that it expects. Without `original_max_position_embeddings`, a prefill
-  looks up a factor that is None. With it, keys and the softmax have the factor
-  `max(1, 0.1 ln(length / original) + 1)`. That is 1 up to this length, which is the extended window here.
-  `chunk_size` is the largest distance S, and a chunk has `chunk_size - local_size` tokens.
 - llama.cpp: see `gguf.py`. Issue 4886: `--grp-attn-n` moves positions in the cache block by block; that is
   another map than SelfExtend's.
 
@@ -47,7 +40,6 @@ class Target:
         multiplied: those of them by whose factor it multiplies the window that the config states.
         original: whether the `longrope` of an export states the extended window as the original one, so that
             one of two tables is used at all positions.
-        dual_chunk: the families whose classes read the key of dual chunk attention.
         serve: the command that serves an export.
     """
 
@@ -56,7 +48,6 @@ class Target:
     types: tuple[str, ...] = ()
     multiplied: tuple[str, ...] = ()
     original: bool = False
-    dual_chunk: tuple[str, ...] = ()
     serve: str = ""
 
 
@@ -75,7 +66,6 @@ TARGETS = {
         types=("default", "linear", "llama3", "yarn"),
         multiplied=("linear",),
         original=True,
-        dual_chunk=("qwen2", "qwen2_moe", "qwen3_moe"),
         serve="python -m sglang.launch_server --model-path {model} --context-length {tokens}",
     ),
     "llama.cpp": Target("llama.cpp", "gguf", serve="llama-server -m {model} -c {tokens}"),

@@ -17,11 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig
 
-from rope_extend.checkpoint.export.gguf import annotate, can_verify, check_same_weights, verify_gguf
+from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
@@ -30,32 +29,23 @@ from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal, write_record
-from rope_extend.checkpoint.restoring import checked_record, load
+from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.checkpoint.saving import save
-from rope_extend.checkpoint.staging import CHAT_TEMPLATES, refuse_base_model, staged
+from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
-from rope_extend.encodings import DualChunk, RopeEncoding
+from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.families import adapter_for
-from rope_extend.models.gguf_metadata import gguf_metadata
 from rope_extend.models.loading import empty_model, one_error, pretrained
-from rope_extend.models.stock_config import (
-    DUAL_CHUNK_KEY,
-    softmax_scale_of,
-    window_values,
-    with_carried,
-)
+from rope_extend.models.stock_config import softmax_scale_of, window_values, with_carried
 from rope_extend.models.view import CONFIG_RECORD, ORIGINAL_WINDOW, has_tables_of, rotary_tables
-from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
 _REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
-_STOCK_KEYS = ("rope_parameters", "max_position_embeddings")
-"""The keys of a form that every family has."""
 _LOAD = "load it with rope_extend.load"
 
 
@@ -81,8 +71,8 @@ def export(
         output: the output directory; created if missing.
         to: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         overwrite: replace a checkpoint in the output directory; other files stay.
-        verify: compare the logits with those of the patched model. Stock transformers computes them in a
-            process of its own; for llama.cpp, llama.cpp does if llama-cpp-python is installed.
+        verify: compare the logits of stock transformers, in a process of its own, with those of the patched
+            model. A GGUF file is not run: only its weights are compared with those of the checkpoint.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights. It keeps its
             weights, so merge an adapter before the conversion.
@@ -102,7 +92,7 @@ def export(
             raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
         if adapter:
             refuse_base_model(target, base_model or record.base_model)
-    form = _checked_form(record, target, to, file, overwrite)
+    form = _checked_form(record, target, to, file)
     if file is not None and adapter:
         raise RopeExtendError(
             f"this is an adapter, and {file.name} keeps its weights, so the adapter's would be missing. "
@@ -118,17 +108,23 @@ def export(
             source = save(model, Path(work) / "saved", base_model=base_model)
             record = checked_record(source, check_files=False)
         if file is not None:
-            _export_gguf(source, staging, record, file, verify)
+            annotate(file, staging / file.name, record)
+            check_same_weights(file, source)
+            write_record(staging, replace(record.without_local_path(), weights={}, configs={}))
             return target
         if adapter:
             source = merge(source, Path(work) / "merged", base_model=base_model)
         _export_config(source, staging, record, form)
         if verify:
-            _verify(staging, source, record)
+            verification = verify_checkpoint(staging, reference=source)
+            if verification.verdict != "equal":
+                raise RopeExtendError(
+                    f"the export computes other logits than the original: {verification.reason}"
+                )
     return target
 
 
-def _checked_form(record: Record, target: Path, to: str, file: Path | None, overwrite: bool) -> Support:
+def _checked_form(record: Record, target: Path, to: str, file: Path | None) -> Support:
     """How a target computes the recorded encoding.
 
     Raises:
@@ -140,14 +136,9 @@ def _checked_form(record: Record, target: Path, to: str, file: Path | None, over
         target_length=record.target_length, architecture="llama",
     )  # fmt: skip
     if not form.possible:
-        others = (name for name in TARGETS if name != to)
-        possible = [
-            n for n in others if support(record.encoding, record.shape, n, record.model_type).possible
-        ]
-        instead = f"it can be exported to {', '.join(possible)}" if possible else _LOAD
         raise RopeExtendError(
             f"{record.encoding} of a {record.model_type} model cannot be exported to {to}: {form.reason}; "
-            f"{instead}"
+            f"{_LOAD}, or see rope-extend export --support"
         )
     if file is None and TARGETS[to].reads == "gguf":
         raise RopeExtendError(
@@ -157,48 +148,20 @@ def _checked_form(record: Record, target: Path, to: str, file: Path | None, over
     if file is not None:
         if TARGETS[to].reads != "gguf":
             raise RopeExtendError(f"gguf= is for llama.cpp; {to} reads safetensors")
-        if (existing := target / file.name).exists():
-            if os.path.samefile(existing, file):
-                raise RopeExtendError(f"{file} is the source itself; choose another output")
-            if not overwrite:
-                raise RopeExtendError(
-                    f"{target} already holds {file.name}; choose another output, or overwrite=True"
-                )
+        if (existing := target / file.name).exists() and os.path.samefile(existing, file):
+            raise RopeExtendError(f"{file} is the source itself; choose another output")
     return form
-
-
-def _export_gguf(source: Path, staging: Path, record: Record, file: Path, verify: bool) -> None:
-    """Fill a directory with the annotated file, and with a record that lists no other files."""
-    path = annotate(file, staging / file.name, record)
-    check_same_weights(file, source)
-    write_record(staging, replace(record.without_local_path(), weights={}, configs={}))
-    if not verify:
-        return
-    missing = "" if can_verify() else "llama-cpp-python is not installed"
-    if missing or not gguf_metadata(path).float32:
-        reason = missing or "its weights are rounded; convert them with --outtype f32 to compare"
-        logger.warning("%s was not compared with the original: %s", file.name, reason)
-        return
-    gap = verify_gguf(path, load(source, dtype=torch.float32), record)
-    logger.info("llama.cpp computes the original's logits from %s, within %.1g", file.name, gap)
 
 
 def _export_config(source: Path, staging: Path, record: Record, form: Support) -> None:
     """Fill a directory with the checkpoint's files and a config in the target's form."""
     assert form.form is not None
-    data = _without_dual_chunk(plain_config(read_json(source / "config.json")))
+    data = plain_config(read_json(source / "config.json"))
     pairs = _stock_pairs(source)
     with one_error(f"{source / 'config.json'} is damaged"):
         config = pretrained(AutoConfig, str(source))
         configs = [_with_form(data, config, form.form)]
-    refused = f"{record.encoding} cannot be exported to {form.target}: "
-    if DUAL_CHUNK_KEY in form.form:
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise RopeExtendError(
-                f"{refused}this {record.model_type} model has layers with a sliding window, where "
-                f"{form.target} would apply {DUAL_CHUNK_KEY} as well; {_LOAD}"
-            )
-    elif form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
+    if form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
         configs.insert(0, data)  # the saved config also has the family's own settings
     for values in configs:
         write_json(staging / "config.json", values)
@@ -206,16 +169,13 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
             break
     else:
         raise RopeExtendError(
-            f"{refused}the config of this {record.model_type} model does not hold its table {form.reason}; "
-            f"{_LOAD}"
+            f"{record.encoding} cannot be exported to {form.target}: the config of this {record.model_type} "
+            f"model does not hold its table {form.reason}; {_LOAD}"
         )
     for path in sorted(source.iterdir()):
         hidden = path.name.startswith(".") or path.suffix in _LEFT_BEHIND
         if not hidden and path.is_file() and path.name not in _REWRITTEN:
             _link(locate(source, path.name), staging / path.name)
-    for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
-        (staging / CHAT_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(locate(source, f"{CHAT_TEMPLATES}/{path.name}"), staging / CHAT_TEMPLATES / path.name)
     seal(staging, record.without_local_path())
 
 
@@ -226,18 +186,6 @@ def _link(path: Path, target: Path) -> None:
             os.link(path, target)
             return
     shutil.copy2(path, target)
-
-
-def _without_dual_chunk(part: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `config.json` without the key of dual chunk attention, also in nested configs.
-
-    A pretrained model or an earlier export may have it; engines would apply it to any encoding.
-    """
-    return {
-        key: _without_dual_chunk(value) if isinstance(value, dict) else value
-        for key, value in part.items()
-        if key != DUAL_CHUNK_KEY
-    }
 
 
 def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +205,7 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     part |= window_values(form["max_position_embeddings"], original if part.get(ORIGINAL_WINDOW) else None)
     if CONFIG_RECORD in result:
         result[CONFIG_RECORD]["rope_parameters"] = parameters
-    return {**result, **{key: form[key] for key in form if key not in _STOCK_KEYS}}
+    return result
 
 
 def _stock_pairs(directory: Path) -> list[int]:
@@ -281,17 +229,3 @@ def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_sav
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         logger.debug("stock transformers does not accept the config in %s: %s", directory, error)
         return False
-
-
-def _verify(directory: Path, original: Path, record: Record) -> None:
-    length = None
-    if isinstance(record.encoding, DualChunk):
-        length = record.encoding.chunk
-        logger.warning(
-            "compared with the original up to %s, one chunk: stock transformers ignores %s, and processes "
-            "longer texts as the model was pretrained",
-            format_length(length), DUAL_CHUNK_KEY,
-        )  # fmt: skip
-    verification = verify_checkpoint(directory, reference=original, length=length)
-    if verification.verdict != "equal":
-        raise RopeExtendError(f"the export computes other logits than the original: {verification.reason}")
