@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from rope_extend.advice.advised_recipe import Work
+from rope_extend.advice.question import Window
 from rope_extend.advice.serving import Serving
-from rope_extend.advice.windows import Window
 from rope_extend.checks import field_hints
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST

@@ -22,9 +22,8 @@ from rope_extend.advice.advice import (
     Advice,
 )
 from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, within_hours
-from rope_extend.advice.question import Question
+from rope_extend.advice.question import STANZA_LONGEST, STANZA_ORIGINAL, Question, Window, window_of_config
 from rope_extend.advice.serving import serving
-from rope_extend.advice.windows import STANZA_LONGEST, STANZA_ORIGINAL, Window, window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.helpers import disable_input_dtype_casting
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -149,41 +150,20 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
         model.disable_input_require_grads()
 
 
-@contextmanager
-def _shared_inputs(model: nn.Module) -> Iterator[None]:
+def _shared_inputs(model: Any) -> AbstractContextManager[None]:
     """Let the LoRA matrices of a layer save one input under autocast, as the frozen matrices do.
 
     peft casts the input of each matrix to float32, and autocast casts it back. So queries, keys and values
-    would each save a copy of one input. Without the two casts, the numbers are the same bit for bit. With
-    dropout between the casts they are not, so nothing changes then.
+    would each save a copy of one input. Without the two casts, the numbers are the same bit for bit, except
+    with dropout between the casts, or DoRA.
     """
-    parts = [
-        part
-        for part in model.modules()
-        if isinstance(part, LoraLinear)
-        and type(part).forward is LoraLinear.forward
-        and not part.lora_variant
-        and not any(isinstance(dropout, nn.Dropout) for dropout in part.lora_dropout.values())
-    ]
-    for part in parts:
-        part.__dict__["_cast_input_dtype"] = partial(_cast_unless_autocast, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.__dict__.pop("_cast_input_dtype", None)
-
-
-def _cast_unless_autocast(part: LoraLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The input in `dtype`, as in peft; unchanged if autocast would cast it back at once."""
-    device = x.device.type
-    if x.is_meta:  # in a dry run, matrices cast as under autocast
-        return x
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if casts and torch.get_autocast_dtype(device) == x.dtype:
-        return x
-    result: Tensor = LoraLinear._cast_input_dtype(part, x, dtype)
-    return result
+    layers = [part for part in model.modules() if isinstance(part, LoraLinear)]
+    exact = model.dtype == torch.bfloat16 and not any(
+        part.lora_variant or any(isinstance(each, nn.Dropout) for each in part.lora_dropout.values())
+        for part in layers
+    )
+    context: AbstractContextManager[None] = disable_input_dtype_casting(model, active=exact)
+    return context
 
 
 class HostOffload:
@@ -248,57 +228,30 @@ def _offloaded(model: nn.Module, offload: HostOffload) -> Iterator[None]:
             setattr(layer, _RECOMPUTE, run)
 
 
-@dataclass(frozen=True)
-class Tileable:
-    """The MLPs of a model that can run in tiles.
+def tileable(model: nn.Module) -> list[nn.Module]:
+    """The MLPs that can run in tiles: those that consist of linear layers, norms and activations only.
 
-    Attributes:
-        modules: MLPs that compute each token independently.
-        reasons: why other MLPs cannot run in tiles, each reason once.
+    Mixtures of experts are not among them: their routing of a token may depend on other tokens.
     """
-
-    modules: tuple[nn.Module, ...]
-    reasons: tuple[str, ...]
-
-
-def tileable(model: nn.Module) -> Tileable:
-    """Find the MLPs that can run in tiles: those that consist of linear layers, norms and activations only.
-
-    Mixtures of experts are excluded: their routing of a token may depend on other tokens.
-    """
-    modules: list[nn.Module] = []
-    reasons: dict[str, None] = {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in MLP_NAMES:
-            reason = _not_token_wise(module)
-            if reason is None:
-                modules.append(module)
-            else:
-                reasons[reason] = None
-    if not modules and not reasons:
-        reasons[f"{type(model).__name__} has no layer named {' or '.join(MLP_NAMES)}"] = None
-    return Tileable(tuple(modules), tuple(reasons))
+    named = model.named_modules()
+    return [part for name, part in named if name.rpartition(".")[2] in MLP_NAMES and _takes_tiles(part)]
 
 
-def _not_token_wise(module: nn.Module) -> str | None:
-    """Why an MLP cannot run in tiles; None if it can."""
-    kind = type(module).__name__
+def _takes_tiles(module: nn.Module) -> bool:
+    """Whether an MLP takes hidden states alone, and computes each token independently."""
     parameters = inspect.signature(module.forward).parameters.values()
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    if len(required) != 1:
-        return f"{kind} needs more than hidden states"
-    if weight := next((name for name, _ in module.named_parameters(recurse=False)), None):
-        return f"{kind} itself has the weight {weight}"
+    if len(required) != 1 or any(True for _ in module.parameters(recurse=False)):
+        return False
     layers = [module]
     while layers:
         for part in layers.pop().children():
             inner = part.get_base_layer() if isinstance(part, BaseTunerLayer) else part  # without its adapter
             if not _is_token_wise(inner):
-                kind_of_part = type(inner).__name__
-                return f"{kind} holds a {kind_of_part}, which may not compute each token independently"
+                return False
             if isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 layers.append(inner)
-    return None
+    return True
 
 
 def _is_token_wise(part: nn.Module) -> bool:
@@ -311,7 +264,7 @@ def _is_token_wise(part: nn.Module) -> bool:
 
 
 @contextmanager
-def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
+def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
     """Run the MLPs and norms of a model in tiles, and recompute each tile in the backward pass.
 
     Norms compute in float32, and their backward pass holds several such states. Sums over tokens are computed
@@ -325,20 +278,20 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
     Raises:
         RopeExtendError: no MLP of the model can run in tiles.
     """
-    found = tileable(model)
-    if not found.modules:
+    mlps = tileable(model)
+    if not mlps:
         raise RopeExtendError(
-            f"no MLP of {type(model).__name__} can run in tiles: {'; '.join(found.reasons)}. Set mlp_tiles "
-            "to auto or 0"
+            f"no MLP of {type(model).__name__} can run in tiles: none takes hidden states alone and consists "
+            "of linear layers, norms and activations. Set mlp_tiles to auto or 0"
         )
     of_norm = min(NORM_TILES * tokens, max(tokens, NORM_TILE))
-    sizes = {**dict.fromkeys(found.modules, tokens), **dict.fromkeys(_norms(model), of_norm)}
+    sizes = {**dict.fromkeys(mlps, tokens), **dict.fromkeys(_norms(model), of_norm)}
     # An instance may already have a forward from elsewhere, such as accelerate.
     before = [vars(module).get("forward") for module in sizes]
     for module, size in sizes.items():
         module.__dict__["forward"] = partial(_in_tiles, module, module.forward, size)
     try:
-        yield found
+        yield
     finally:
         for module, forward in zip(sizes, before, strict=True):
             if forward is None:

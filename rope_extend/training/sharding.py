@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import refuse_if
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
 from rope_extend.models.view import layer_types_except_full_attention
@@ -118,14 +117,14 @@ class Sharding:
             return
         setting = f"cp_size {self.parts}"
         config = causal_lm(model).config.get_text_config(decoder=True)
-        reason = _reason_against_parts(patch.encoding, patch.shape)
+        reason = patch.encoding.beyond_one_table(patch.shape)
         kinds = ", ".join(sorted(layer_types_except_full_attention(config)))
         # Ring attention gives each process one piece of the front and one of the back, for equal work.
         pieces, length = 2 * self.parts, recipe.length
         refusals = {
             f"{patch.encoding} cannot be computed on parts of a sequence ({setting}): {reason}. Use a rotary "
             f"method with one table, such as yarn, or train on shorter blocks without {setting}": (
-                reason is not None
+                bool(reason)
             ),
             "sampled positions make short blocks stand for long ones, which need not be cut: leave "
             f"{setting} or positions out": recipe.positions != CONSECUTIVE,
@@ -174,19 +173,6 @@ def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         "position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1),
         "shift_labels": F.pad(labels[:, 1:], (0, 1), value=IGNORED),
     }
-
-
-def _reason_against_parts(encoding: Any, shape: RopeShape) -> str | None:
-    """Why an encoding cannot be computed on a part of a text; None if it can."""
-    if not isinstance(encoding, RopeEncoding):
-        return "it acts inside attention or on embeddings, and a process has only those of its part"
-    if encoding.depends_on_length:
-        return "its table depends on the length of the text, and each process would use that of its part"
-    if encoding.rotates_in_attention or encoding.decay(shape) is not None:
-        return "it rotates or scales inside attention, which ring attention replaces"
-    if encoding.scales_logits(shape):
-        return "it scales attention by the number of visible tokens; ring attention does not"
-    return None
 
 
 class Objective(NextTokenLoss):

@@ -113,17 +113,16 @@ class StepEstimator:
             return self._step(memory_options, tokens)
         parent, name, layers, _ = decoder
         # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
-        least = DEPTH
         if len(layers) <= 2 * DEPTH or not _equal_layers(self.base, layers):
             return self._step(memory_options, tokens)
         counts = []
-        for depth in (least, least + 1):
+        for depth in (DEPTH, DEPTH + 1):
             setattr(parent, name, layers[:depth])
             try:
                 counts.append(self._step(memory_options, tokens))
             finally:
                 setattr(parent, name, layers)
-        return [few + (len(layers) - least) * (more - few) for few, more in zip(*counts, strict=True)]
+        return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
 
     def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
         recipe = self.recipe

@@ -47,7 +47,6 @@ class TrainingPlan:
         batch: blocks per step and device.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
-        remarks: options that this model does not support, and why.
         quantizable: whether the weights can be loaded with 4 bits; those of a GGUF file cannot.
         quantized: the last step with weights of 4 bits, if all combinations were requested.
         evaluation: the run's longest evaluation, including what is trained; None if the run does not
@@ -61,7 +60,6 @@ class TrainingPlan:
     batch: int
     budget: Budget
     longest_block: int | None
-    remarks: tuple[str, ...] = ()
     quantizable: bool = True
     quantized: Step | None = None
     evaluation: Window | None = None
@@ -118,7 +116,7 @@ class TrainingPlan:
         off = [
             name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
         ]
-        advice += [f"{' and '.join(off)} on auto"] if off and not self.remarks else []
+        advice += [f"{' and '.join(off)} on auto"] if off else []
         advice += ["quantize: 4bit"] if self.quantizable and not step.quantized else []
         return f"To need less memory, use {', or '.join(advice)}"
 
@@ -142,7 +140,6 @@ class TrainingPlan:
             "evaluation": plain(self.evaluation) if self.evaluation else None,
             "longest_block": self.longest_block,
             "longest_evaluation": self.longest_evaluation,
-            "remarks": list(self.remarks),
         }
 
     def __str__(self) -> str:
@@ -158,8 +155,7 @@ class TrainingPlan:
         if (window := self.evaluation) is not None:
             rows.append((f"evaluation at {window.length:,} tokens", window, window.description))
         subject = f"steps of {self.batch} x {self.length:,} tokens"
-        notes = [f"note: {remark}" for remark in self.remarks]
-        return "\n".join([table(subject, rows, self.budget, self.chosen), *notes])
+        return table(subject, rows, self.budget, self.chosen)
 
 
 def plan_training(
@@ -199,9 +195,7 @@ def plan_training(
         weights = weight_bytes(recipe.model, empty, load_options)
     else:
         weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    candidates, remarks = (
-        ([memory_options], []) if memory_options is not None else candidate_options(recipe, empty, device)
-    )
+    candidates = [memory_options] if memory_options else candidate_options(recipe, empty, device)
     apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
     reach = reach or text_reach(empty)
     loaded = weights if model is not None and model.device.type == device.type else 0
@@ -209,7 +203,7 @@ def plan_training(
 
     def estimate_steps() -> TrainingPlan:
         with StepEstimator(recipe, empty, weights, device, processes, reach) as estimator:
-            return _plan_steps(estimator, candidates, remarks, budget, all_options)
+            return _plan_steps(estimator, candidates, budget, all_options)
 
     plan = try_estimate(estimate_steps, empty, "a step")
     if plan is None or not evaluation_lengths:
@@ -219,48 +213,36 @@ def plan_training(
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or plan
 
 
-def candidate_options(
-    recipe: Recipe, model: Any, device: torch.device
-) -> tuple[list[MemoryOptions], list[str]]:
+def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
     """The combinations of memory options that a run may use, each with one more than the one before.
 
-    The cheapest option comes first. Weights of 4 bits are not among them: they change what is trained.
-
-    Returns:
-        The combinations, and remarks on options that the model does not support.
+    The cheapest option comes first, and those that the model does not support are left out. Weights of 4 bits
+    are not among them: they change what is trained.
     """
-    remarks = []
     memory_options = MemoryOptions(
         gradient_checkpointing=recipe.gradient_checkpointing is True or recipe.offload_checkpoints is True,
         mlp_tiles=0 if recipe.mlp_tiles == AUTO else int(recipe.mlp_tiles),
         offload_checkpoints=recipe.offload_checkpoints is True,
     )
     candidates = [memory_options]
-    if recipe.gradient_checkpointing == AUTO and not memory_options.gradient_checkpointing:
-        if recomputes(model):
-            memory_options = replace(memory_options, gradient_checkpointing=True)
-            candidates.append(memory_options)
-        else:
-            remarks.append(f"{type(model).__name__} does not support gradient checkpointing")
-    if recipe.mlp_tiles != 0:
-        mlps = tileable(model)
-        if mlps.reasons:
-            which = "some MLPs do not" if mlps.modules else "no MLP can"
-            remarks.append(f"{which} run in tiles: {'; '.join(mlps.reasons)}")
-        tokens = recipe.length * recipe.batch_size
-        tile = default_tile(tokens, device)
-        if recipe.mlp_tiles == AUTO and mlps.modules and tokens > tile:
-            memory_options = replace(memory_options, mlp_tiles=tile)
-            candidates.append(memory_options)
+    recomputed = memory_options.gradient_checkpointing
+    if recipe.gradient_checkpointing == AUTO and not recomputed and recomputes(model):
+        memory_options = replace(memory_options, gradient_checkpointing=True)
+        candidates.append(memory_options)
+    tokens = recipe.length * recipe.batch_size
+    tile = default_tile(tokens, device)
+    if recipe.mlp_tiles == AUTO and tokens > tile and tileable(model):
+        memory_options = replace(memory_options, mlp_tiles=tile)
+        candidates.append(memory_options)
     offloads = recipe.offload_checkpoints == AUTO and device.type == "cuda"
     if offloads and memory_options.gradient_checkpointing:
         candidates.append(replace(memory_options, offload_checkpoints=True))
-    return candidates, remarks
+    return candidates
 
 
 def default_memory_options(recipe: Recipe, model: Any, device: torch.device) -> MemoryOptions:
     """The options of a run whose memory cannot be estimated: the recipe's, with gradient checkpointing."""
-    candidates, _ = candidate_options(recipe, model, device)
+    candidates = candidate_options(recipe, model, device)
     return next((options for options in candidates if options.gradient_checkpointing), candidates[0])
 
 
@@ -302,7 +284,6 @@ def _budget(load_options: LoadOptions, device: torch.device, processes: int, loa
 def _plan_steps(
     estimator: StepEstimator,
     candidates: Sequence[MemoryOptions],
-    remarks: Sequence[str],
     budget: Budget,
     all_options: bool,
 ) -> TrainingPlan:
@@ -327,8 +308,8 @@ def _plan_steps(
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(
-        tuple(steps), chosen, recipe.length, recipe.batch_size, budget, longest_block, tuple(remarks),
-        quantizable, quantized,
+        tuple(steps), chosen, recipe.length, recipe.batch_size, budget, longest_block, quantizable,
+        quantized,
     )  # fmt: skip
 
 

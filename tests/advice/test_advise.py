@@ -19,7 +19,7 @@ from rope_extend.advice.advice import Advice
 from rope_extend.advice.advised_recipe import STEPS
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
-from rope_extend.advice.windows import window_of_config
+from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse

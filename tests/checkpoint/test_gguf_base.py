@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.advice.question import Question
+from rope_extend.advice.question import Question, Window
 from rope_extend.advice.serving import serving
-from rope_extend.advice.windows import Window
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main

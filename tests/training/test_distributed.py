@@ -253,12 +253,12 @@ REASONS = {
     "dynamic_ntk": "its table depends on the length of the text",
     "dynamic_yarn": "its table depends on the length of the text",
     "dynamic_linear": "its table depends on the length of the text",
-    "logn(yarn)": "scales attention by the number of visible tokens",
-    "xpos": "rotates or scales inside attention",
-    "alibi": "acts inside attention or on embeddings",
-    "t5_bias": "acts inside attention or on embeddings",
-    "linear_attention": "acts inside attention or on embeddings",
-    "sinusoidal": "acts inside attention or on embeddings",
+    "logn(yarn)": "it scales attention logits",
+    "xpos": "shrinks with their distance",
+    "alibi": "acts inside attention",
+    "t5_bias": "acts inside attention",
+    "linear_attention": "acts inside attention",
+    "sinusoidal": "instead of rot",
 }
 
 

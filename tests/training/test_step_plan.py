@@ -289,22 +289,17 @@ def test_the_longest_block_is_found_in_few_trials(edge: int) -> None:
     assert len(lengths) <= 14
 
 
-def test_the_plan_names_options_that_a_family_does_not_support(tmp_path: Path) -> None:
-    def remarks(name: str) -> str:
+def test_options_that_a_family_does_not_support_are_left_out_or_refused(tmp_path: Path) -> None:
+    for name, option, value, message in (
+        ("mixtral", "mlp_tiles", 64, "no MLP of MixtralForCausalLM can run in tiles"),
+        ("gpt_neox_japanese", "gradient_checkpointing", True, "does not support gradient checkpointing"),
+    ):
         case = next(case for case in FAMILIES if case.model_type == name)
         tiny_config(case).save_pretrained(tmp_path / name)
         run = recipe(tmp_path / name, target_length=2048, lora_targets="attention")
-        return "\n".join(planned(run).remarks)
-
-    assert "no MLP can run in tiles: MixtralSparseMoeBlock holds a" in remarks("mixtral")
-    assert "some MLPs do not run in tiles: DeepseekV2Moe holds a" in remarks("deepseek_v2")
-    assert "does not support gradient checkpointing" in remarks("gpt_neox_japanese")
-    run = recipe(tmp_path / "mixtral", mlp_tiles=64)
-    with pytest.raises(RopeExtendError, match="no MLP of MixtralForCausalLM can run in tiles"):
-        plan(run)
-    run = recipe(tmp_path / "gpt_neox_japanese", gradient_checkpointing=True)
-    with pytest.raises(RopeExtendError, match="does not support gradient checkpointing"):
-        plan(run)
+        assert not any(getattr(step.memory_options, option) for step in planned(run, all_options=True).steps)
+        with pytest.raises(RopeExtendError, match=message):
+            plan(replace(run, **{option: value}))
 
 
 def settings(work: Path) -> dict[str, Any]:
