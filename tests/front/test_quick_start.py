@@ -15,7 +15,6 @@ import pytest
 
 import rope_extend as rx
 from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
-from rope_extend.method_names import method_names
 
 HEAVY = (
     "torch", "numpy", "transformers", "datasets", "matplotlib", "peft", "accelerate", "bitsandbytes", "pandas"
@@ -113,10 +112,6 @@ def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert examples(name)
         for example in examples(name):
             assert command_parser(name).parse_args(shlex.split(example)[1:])
-
-
-def test_method_names_are_the_names_of_the_files() -> None:
-    assert list(method_names()) == rx.encoding_names()
 
 
 def test_the_lazy_names_are_those_of_their_modules() -> None:
