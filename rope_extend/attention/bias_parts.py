@@ -42,7 +42,6 @@ class CallPositions:
         gapless: whether each position is one more than the position before it.
         last: the greatest position of a query.
         farthest: the greatest distance from a query to a key, in any row.
-        span: the greatest difference of two positions in a row.
     """
 
     queries: Tensor
@@ -50,7 +49,6 @@ class CallPositions:
     gapless: bool
     last: int
     farthest: int
-    span: int
 
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> CallPositions:
@@ -62,7 +60,6 @@ class CallPositions:
             bool((keys.diff() == 1).all()),
             int(queries.max()),
             int((queries.amax(dim=1) - keys.amin(dim=1)).max()),
-            int((keys.amax(dim=1) - torch.minimum(keys.amin(dim=1), queries.amin(dim=1))).max()),
         )
 
     @property

@@ -22,7 +22,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_extend.attention.registry import (
     AttentionFunction,
-    is_dense,
     never_compiled,
     own_function,
     register,
@@ -58,7 +57,7 @@ class AttentionCall:
         query: `[batch, heads, T, head_dim]`.
         key: `[batch, kv_heads, K, head_dim]`, as cached.
         value: `[batch, kv_heads, K, value_dim]`.
-        mask: in the form that the implementation takes; None for plain causal attention.
+        mask: `[1 or batch, 1 or heads, T, K]`, bool or added; None for plain causal attention.
         kwargs: `scaling`, `dropout`, `position_ids`, and further arguments of the family.
         given: what a hook found among the arguments of the module, see `handing_over`.
     """
@@ -69,7 +68,7 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Any
+    mask: Tensor | None
     kwargs: dict[str, Any]
     given: dict[str, Any]
 
@@ -80,13 +79,13 @@ class AttentionCall:
         return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
 
     def with_full_mask(self) -> AttentionCall:
-        """The call with a mask of all queries and keys, unless attention is causal or takes no such mask."""
+        """The call with a mask of all queries and keys, unless attention is causal."""
         mask, pairs = self.mask, (self.query.shape[2], self.key.shape[2])
         if pairs[0] == 1:
             return self
-        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == 1:
+        if mask is not None and mask.shape[2] == 1:
             return replace(self, mask=mask.expand(-1, -1, pairs[0], -1))  # one row for all queries
-        if mask is not None or self.is_causal or not is_dense(self.implementation):
+        if mask is not None or self.is_causal:
             return self
         shown = (True, torch.bool) if takes_boolean_mask(self.implementation) else (0.0, self.query.dtype)
         mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)
@@ -94,10 +93,10 @@ class AttentionCall:
 
     def of_first_keys(self, count: int) -> AttentionCall:
         """The call without the empty slots of a static cache, which are after the last key."""
-        mask, wide = self.mask, isinstance(self.mask, Tensor) and self.mask.shape[-1] > count
-        if count == self.key.shape[2] and not wide:
+        mask = self.mask
+        if count == self.key.shape[2] and (mask is None or mask.shape[-1] == count):
             return self
-        mask = mask[..., :count] if wide else mask
+        mask = None if mask is None else mask[..., :count]
         return replace(self, key=self.key[:, :, :count], value=self.value[:, :, :count], mask=mask)
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
@@ -188,6 +187,7 @@ def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     handler: Any = getattr(call.module, HANDLER, None)
     if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
+    handler.check_implementation(call.implementation)
     output, weights = handler.attend(call.with_full_mask())
     if weights is not None and weights.shape[-1] < call.key.shape[2]:  # empty slots of a static cache
         weights = functional.pad(weights, (0, call.key.shape[2] - weights.shape[-1]))

@@ -25,7 +25,6 @@ from rope_extend.attention.functions import (
 )
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
 from rope_extend.encodings import LinearAttention, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -158,19 +157,6 @@ class KernelHandler(AttentionHandler):
                     f"{decoder.config.model_type} model only to a window of them"
                 )
 
-    def check_implementation(self, implementation: str) -> None:
-        """Refuse attention implementations that take no mask over queries and keys.
-
-        Raises:
-            UnsupportedModelError: padding is not known under the implementation.
-        """
-        super().check_implementation(implementation)
-        if not is_dense(implementation):
-            raise UnsupportedModelError(
-                f"{self.encoding} finds padding in a mask that {implementation} does not have; use "
-                f"attn_implementation='sdpa' or 'eager'"
-            )
-
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Linear attention, without attention weights.
 
@@ -178,7 +164,6 @@ class KernelHandler(AttentionHandler):
             PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
                 hides earlier ones, or a cache that cannot be continued.
         """
-        self.check_implementation(call.implementation)
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:
@@ -196,7 +181,7 @@ class KernelHandler(AttentionHandler):
                 f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
                 f"(an image, a prefix or is_causal=False); use causal attention"
             )
-        if isinstance(call.mask, Tensor):
+        if call.mask is not None:
             shown = call.mask[..., :new]
             visible_keys = forward.once("visible", of=call.mask, compute=lambda: self._visible(shown))
             k = k * visible_keys[:, None, :, None].to(k.device)

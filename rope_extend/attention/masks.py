@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
 
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
-from rope_extend.attention.registry import is_dense, takes_boolean_mask
+from rope_extend.attention.registry import takes_boolean_mask
 
 MASK_ROWS = 512
 """The largest number of queries for which a mask is computed at a time."""
@@ -30,16 +27,9 @@ def visible_to(call: AttentionCall, query: int, columns: int) -> Tensor | None:
 
     None if there is no mask, or in a dry run, where masks are causal.
     """
-    mask = call.mask
-    if hasattr(mask, "mask_mod"):  # a BlockMask
-        shown = of_block_mask(mask, query, query + 1, columns, call.query.device)[:, 0, 0]
-    elif not isinstance(mask, Tensor) or mask.is_meta:
+    if call.mask is None or call.mask.is_meta:
         return None
-    elif mask.dim() == 2:  # of flash attention
-        shown = mask[:, :columns].bool()
-    else:
-        shown = visible(mask[:, 0, min(query, mask.shape[2] - 1), :columns])
-    return shown.cpu()
+    return visible(call.mask[:, 0, min(query, call.mask.shape[2] - 1), :columns]).cpu()
 
 
 def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
@@ -51,59 +41,31 @@ def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
     mask, new = call.mask, call.query.shape[2]
     if new == 1:
         return False
-    of_flex = hasattr(mask, "mask_mod")  # a BlockMask
-    if not of_flex and (not isinstance(mask, Tensor) or mask.dim() != 4):
+    if mask is None:
         return not call.is_causal
-    if isinstance(mask, Tensor) and mask.is_meta:
+    if mask.is_meta:
         return False
-
-    def shown(start: int, stop: int) -> Tensor:
-        """Which keys the queries from `start` to `stop` see, bool `[batch, heads, queries, keys]`."""
-        if of_flex:
-            return of_block_mask(mask, start, stop, keys, call.query.device)
-        return visible(mask[:, :, start:stop, :keys])
-
+    shown = mask[..., :keys]
     return forward.once("sees later", of=mask, compute=lambda: _shows_later(shown, new, keys - new))
 
 
-def of_block_mask(mask: Any, start: int, stop: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys the queries from `start` to `stop` see, from the BlockMask of flex attention, bool."""
-    rows, heads = mask.shape[:2]
-    return create_mask(
-        lambda b, h, q, k: mask.mask_mod(b, h, q + start, k), rows, heads, stop - start, keys, str(device)
-    )
-
-
-def _shows_later(shown: Callable[[int, int], Tensor], queries: int, first: int) -> bool:
+def _shows_later(mask: Tensor, queries: int, first: int) -> bool:
     """Whether a query sees a key after its own; key `first` is that of query 0."""
     found: bool | Tensor = False
     for start in range(0, queries, MASK_ROWS):
-        later = shown(start, min(start + MASK_ROWS, queries))[..., first + start + 1 :]
-        found = found | later.triu().any()
+        shown = visible(mask[..., start : start + MASK_ROWS, first + start + 1 :])
+        found = found | shown.triu().any()
     return bool(found)
 
 
 def rows_of_mask(call: AttentionCall, start: int, stop: int) -> Tensor:
-    """The mask of queries `start` to `stop` of a call, `[1 or batch, 1 or heads, stop - start, K]`.
-
-    Masks of flash and flex attention become those that eager attention takes.
-    """
-    mask, keys = call.mask, call.key.shape[2]
-    if hasattr(mask, "mask_mod"):  # a BlockMask
-        return _in_form(of_block_mask(mask, start, stop, keys, call.query.device), call)
-    if mask is not None and mask.dim() == 4:
-        rows: Tensor = mask[:, :, start:stop]
+    """The mask of queries `start` to `stop` of a call, `[1 or batch, 1 or heads, stop - start, K]`."""
+    if call.mask is not None:
+        rows: Tensor = call.mask[:, :, start:stop]
         return rows
+    keys = call.key.shape[2]
     shown = torch.ones(stop - start, keys, dtype=torch.bool, device=call.query.device)
-    first = keys - call.query.shape[2] + start
-    if call.is_causal:
-        shown = shown.tril(first)
-    window = call.kwargs.get("sliding_window")
-    if window is not None and not is_dense(call.implementation):
-        shown = shown.triu(first - window + 1)
-    if mask is not None:  # of flash attention
-        return _in_form(shown & mask.bool()[:, None, None, :keys], call)
-    return _in_form(shown[None, None], call)
+    return _in_form(shown.tril(keys - call.query.shape[2] + start)[None, None], call)
 
 
 def hidden_except(here: Tensor, mask: Tensor) -> Tensor:
@@ -115,18 +77,14 @@ def hidden_except(here: Tensor, mask: Tensor) -> Tensor:
 
 def without_keys(call: AttentionCall, shown: Tensor) -> AttentionCall:
     """A call of one query, with all keys hidden but those shown, `[1 or batch, K]`."""
-    if not is_dense(call.implementation):
-        shown = shown.expand(len(call.key), -1)
-        return replace(call, mask=shown if call.mask is None else call.mask.bool() & shown)
     shown = shown[:, None, None]
-    if call.mask is None:
-        return replace(call, mask=_in_form(shown, call))
-    return replace(call, mask=hidden_except(shown, call.mask))
+    mask = _in_form(shown, call) if call.mask is None else hidden_except(shown, call.mask)
+    return replace(call, mask=mask)
 
 
 def _in_form(shown: Tensor, call: AttentionCall) -> Tensor:
     """Which keys are seen, as a mask that the function of a call takes."""
-    if is_dense(call.implementation) and takes_boolean_mask(call.implementation):
+    if takes_boolean_mask(call.implementation):
         return shown
     like = torch.zeros((), dtype=call.query.dtype, device=call.query.device)
     return like.masked_fill(~shown, torch.finfo(like.dtype).min)
@@ -156,35 +114,30 @@ def text_rows(call: AttentionCall, forward: Forward, keys: Tensor) -> list[TextR
     """
     mask, new = call.mask, forward.queries.shape[1]
     if mask is None:
-        packed = call.kwargs.get("cu_seq_lens_q") is not None
-        return _of_columns(keys, None) if call.is_causal and not packed else None
-    if not isinstance(mask, Tensor):
-        return None
+        return _of_columns(keys, None) if call.is_causal else None
     return forward.once("text rows", of=mask, compute=lambda: _of_mask(mask, keys, new))
 
 
 def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None:
     if mask.is_meta:  # in a dry run, the mask is causal
         return _of_columns(positions, None)
-    flat = mask.dim() == 2  # of flash attention, which is causal in addition
-    if not flat and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
+    if mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
-    shown = mask.bool() if flat else mask[:, 0, -1]
+    shown = mask[:, 0, -1]
     keys = shown.shape[1]
     columns = torch.arange(keys, device=mask.device)
     start = torch.where(shown, columns, keys).amin(dim=1)
     stop = torch.where(shown, columns, -1).amax(dim=1) + 1
     inside = (columns >= start[:, None]) & (columns < stop[:, None])
     same = (inside == shown).all() & (stop > start).all()
-    if not flat:
-        for first in range(0, new, MASK_ROWS):
-            part = mask[:, 0, first : first + MASK_ROWS]
-            own = torch.arange(keys - new + first, keys - new + first + part.shape[1], device=mask.device)
-            expected = inside[:, None] & (columns <= own[:, None])
-            # Padding sees nothing, everything, or as much as a token there.
-            text = (own >= start[:, None]) & (own < stop[:, None])
-            nothing_or_all = ~part.any(dim=-1) | part.all(dim=-1)
-            same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
+    for first in range(0, new, MASK_ROWS):
+        part = mask[:, 0, first : first + MASK_ROWS]
+        own = torch.arange(keys - new + first, keys - new + first + part.shape[1], device=mask.device)
+        expected = inside[:, None] & (columns <= own[:, None])
+        # Padding sees nothing, everything, or as much as a token there.
+        text = (own >= start[:, None]) & (own < stop[:, None])
+        nothing_or_all = ~part.any(dim=-1) | part.all(dim=-1)
+        same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
     if not bool(same):
         return None
     return _of_columns(positions, list(zip(start.tolist(), stop.tolist(), strict=True)))

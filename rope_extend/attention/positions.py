@@ -29,8 +29,9 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.masks import visible_to
+from rope_extend.attention.registry import is_dense
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
-from rope_extend.errors import PatchError
+from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import marked_positions
@@ -90,11 +91,16 @@ class AttentionHandler:
             self._latest = None
 
     def check_implementation(self, implementation: str) -> None:
-        """Refuse an attention implementation under which this handler is not exact.
+        """Refuse attention implementations without a mask over queries and keys.
 
         Raises:
             UnsupportedModelError: the encoding does not work with the implementation.
         """
+        if not is_dense(implementation):
+            raise UnsupportedModelError(
+                f"{self.encoding} acts inside attention and needs its mask, which {implementation} does not "
+                f"have; use attn_implementation='sdpa' or 'eager'"
+            )
         handled_implementation(implementation)
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
@@ -186,8 +192,6 @@ class AttentionHandler:
         layouts = [columns - new]  # how many keys are before it
         if first is None:
             first = torch.ones(1, columns, dtype=torch.bool)
-        elif isinstance(call.mask, Tensor) and call.mask.dim() == 2:
-            layouts = [first.shape[1] - new]
         else:
             # A cache of fixed size has empty slots after the new keys, which no query sees.
             last = visible_to(call, new - 1, columns) if new > 1 else first

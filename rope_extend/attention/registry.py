@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from threading import Lock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -84,36 +83,17 @@ def beyond_plain(kwargs: dict[str, Any]) -> list[str]:
     return [name for name in _BEYOND if kwargs.get(name) is not None] + later
 
 
-def without_cudnn() -> AbstractContextManager[None]:
+@contextmanager
+def without_cudnn() -> Iterator[None]:
     """Inside the block, attention uses kernels that need no plan for each shape of their inputs.
 
     cuDNN's kernel is the fastest on new GPUs, but builds a plan for each new shape, which takes up to half a
     second. So calls that hardly ever have the same shape twice use another one. The choice is that of the
-    process: it is made again when the last of all threads has left its block.
+    whole process.
     """
-    return _WITHOUT_CUDNN
-
-
-class _WithoutCudnn(AbstractContextManager[None]):
-    """How many blocks of `without_cudnn` run, and whether cuDNN was allowed before."""
-
-    def __init__(self) -> None:
-        self._changing = Lock()
-        self._count = 0
-        self._before = True
-
-    def __enter__(self) -> None:
-        with self._changing:
-            if self._count == 0:
-                self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-            self._count += 1
-            torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def __exit__(self, *error: object) -> None:
-        with self._changing:
-            self._count -= 1
-            if self._count == 0:
-                torch.backends.cuda.enable_cudnn_sdp(self._before)
-
-
-_WITHOUT_CUDNN = _WithoutCudnn()
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -34,7 +34,7 @@ from rope_extend.attention.masks import (
     without_keys,
 )
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import beyond_plain, is_dense, own_function, takes_suffix, without_cudnn
+from rope_extend.attention.registry import beyond_plain, takes_suffix, without_cudnn
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import turned
 from rope_extend.attention.sink_cache import SinkLayer, held_layer
@@ -174,8 +174,7 @@ class RemapHandler(AttentionHandler):
         """The call with a mask of the tokens that a layer of a `SinkCache` holds, and their positions.
 
         Raises:
-            PatchError: the cache was made for another patch, a new token may see dropped ones, or flex
-                attention got a mask of the whole text.
+            PatchError: the cache was made for another patch, or a new token may see dropped ones.
         """
         if layer.encoding != self.encoding:
             raise PatchError(
@@ -188,11 +187,6 @@ class RemapHandler(AttentionHandler):
             raise PatchError(
                 f"this SinkCache dropped {layer.dropped} tokens, and the positions of the new tokens do not "
                 f"follow each other; start another text with another cache"
-            )
-        if hasattr(call.mask, "mask_mod"):
-            raise PatchError(
-                f"{self.encoding}: the block mask of flex_attention cannot leave out the {layer.dropped} "
-                f"tokens that this SinkCache dropped; use attn_implementation='sdpa'"
             )
         whole = call
 
@@ -210,7 +204,7 @@ class RemapHandler(AttentionHandler):
             call = replace(call, query=call.query * scale)
         if forward.is_plain(keys):
             return call.own(call.query, call.key, call.value, call.mask)
-        if call.query.shape[2] == 1 and not hasattr(call.mask, "mask_mod"):
+        if call.query.shape[2] == 1:
             return self._one_token(call, forward, keys)
         rows = self._rows(call, forward, keys)
         if rows is not None:
@@ -263,8 +257,7 @@ class RemapHandler(AttentionHandler):
 
     def _rows(self, call: AttentionCall, forward: _Forward, keys: Tensor) -> list[TextRows] | None:
         """The texts of a call, if all of them can be computed without a mask."""
-        implementation = call.implementation
-        if not (implementation == "sdpa" or takes_suffix(implementation) or "flash" in implementation):
+        if not (call.implementation == "sdpa" or takes_suffix(call.implementation)):
             return None
         if call.kwargs.get("dropout") or beyond_plain(call.kwargs):
             return None
@@ -340,7 +333,6 @@ class RemapHandler(AttentionHandler):
                 f"{self.encoding} counts chunks back from a token, but this input lets tokens attend to "
                 f"later ones (an image, a prefix or is_causal=False); use causal attention, or self_extend"
             )
-        own = self._for_masks(call, forward)
 
         def blocks() -> Iterator[tuple[int, int, list[tuple[Rotation | None, Rotation | None]]]]:
             for start, stop, (lengths,) in forward.cut(forward.lengths):
@@ -361,9 +353,8 @@ class RemapHandler(AttentionHandler):
             start: int, stop: int, rotations: Any, query: Tensor, key: Tensor, value: Tensor
         ) -> tuple[Tensor, Tensor | None]:
             region = self.encoding.borders.region(forward.queries[:, start:stop, None], keys[:, None])
-            return self._block(
-                own, rows_of_mask(call, start, stop), region, start, rotations, query, key, value
-            )
+            mask = rows_of_mask(call, start, stop)
+            return self._block(call, mask, region, start, rotations, query, key, value)
 
         return in_blocks(
             block, blocks(), (call.query, call.key, call.value), dropout=bool(call.kwargs.get("dropout"))
@@ -407,19 +398,3 @@ class RemapHandler(AttentionHandler):
         if rotation is None:
             return states
         return self._turned(states, (rotation[0][:, :, start:stop], rotation[1][:, :, start:stop]))
-
-    def _for_masks(self, call: AttentionCall, forward: _Forward) -> AttentionCall:
-        """The call of a function that takes a mask of queries and keys.
-
-        Raises:
-            PatchError: flash attention got packed rows.
-        """
-        if is_dense(call.implementation):
-            return call
-        packed = call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any())
-        if "flash" in call.implementation and packed:
-            raise PatchError(
-                f"{self.encoding} changes positions within this input, and {call.implementation} cannot cut "
-                f"packed rows there; use attn_implementation='sdpa', or one row per document"
-            )
-        return replace(call, inner=own_function(call.module, "eager"))

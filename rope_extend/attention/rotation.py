@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS, rows_of_mask, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import is_dense, takes_suffix, without_cudnn
+from rope_extend.attention.registry import takes_suffix, without_cudnn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
@@ -155,8 +154,7 @@ class RotationHandler(AttentionHandler):
         A query turns the keys after it, if it sees them, by its own table too.
 
         Raises:
-            PatchError: the positions in this call are not known, or the attention implementation or the
-                encoding does not support its mask.
+            PatchError: the positions in this call are not known, or the encoding does not support its mask.
         """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
@@ -169,8 +167,6 @@ class RotationHandler(AttentionHandler):
         keys = self.keys_of_call(call, forward)
         call = call.of_first_keys(keys.shape[1])
         later = self._check_later(call, forward)
-        if len(segments) > 1:
-            call = self._for_parts(call, forward)
         with without_cudnn() if len(segments) > 1 else nullcontext():  # each has another number of keys
             return self._by_segments(call, forward, keys, later=later)
 
@@ -184,43 +180,27 @@ class RotationHandler(AttentionHandler):
             call = without_mask(call)
         maskless = takes_suffix(call.implementation)
         decays = self.encoding.decay(self.shape) is not None
-        square = mask is None and not maskless and new == total and not decays
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
         for segment in forward.segments:
-            end = total if later else total - new + segment.stop
-            needs_mask = not maskless and mask is None and end > segment.stop - segment.start > 1
-            whole = needs_mask and square and 2 * segment.start <= segment.stop
-            first = 0 if whole else segment.start
-            keys, values, queries = key[:, :, :end], value[:, :, :end], query[:, :, first : segment.stop]
+            end, count = total if later else total - new + segment.stop, segment.stop - segment.start
+            keys, queries = key[:, :, :end], query[:, :, segment.start : segment.stop]
             if segment.turns:
                 cos, sin = forward.turn("key", segment, positions, key)
                 keys = turned(keys, (cos[:, :, :end], sin[:, :, :end]), self.adapter)
                 if decays:
                     cos, sin = forward.turn("query", segment, positions, query)
-                own = slice(total - new + first, total - new + segment.stop)
+                own = slice(total - new + segment.start, total - new + segment.stop)
                 queries = turned(queries, (cos[:, :, own], sin[:, :, own]), self.adapter)
-            if whole:
-                # Plain causal attention of all queries so far, on the fast path without a mask. The results
-                # of earlier queries are computed in vain.
-                output, weight = call.own(queries, keys, values, None)
-                outputs.append(output[:, segment.start :])
-                weights.append(None if weight is None else weight[:, :, segment.start :])
-                continue
-            rows = MASK_ROWS if needs_mask and is_dense(call.implementation) else segment.stop - segment.start
-            for start in range(segment.start, segment.stop, rows):
-                stop = min(start + rows, segment.stop)
+            makes_mask = not maskless and mask is None and end > count > 1
+            for first in range(0, count, MASK_ROWS if makes_mask else count):
+                start, stop = segment.start + first, min(segment.start + first + MASK_ROWS, segment.stop)
+                stop = stop if makes_mask else segment.stop
                 reach = total if later else total - new + stop
-                if needs_mask and is_dense(call.implementation):
-                    part = rows_of_mask(call, start, stop)[..., :reach]
-                else:
-                    part = _part_of_mask(mask, start, stop, reach)
-                output, weight = call.own(
-                    queries[:, :, start - first : stop - first],
-                    keys[:, :, :reach],
-                    values[:, :, :reach],
-                    part,
-                )
+                masked = makes_mask or mask is not None
+                part = rows_of_mask(call, start, stop)[..., :reach] if masked else None
+                own_queries = queries[:, :, first : stop - segment.start]
+                output, weight = call.own(own_queries, keys[:, :, :reach], value[:, :, :reach], part)
                 outputs.append(output)
                 weights.append(weight)
         if len(outputs) == 1 and (weights[0] is None or weights[0].shape[-1] == total):
@@ -232,55 +212,18 @@ class RotationHandler(AttentionHandler):
         """Whether keys after the last query of a segment are needed.
 
         Raises:
-            PatchError: they are, and the encoding or the attention implementation does not support it.
+            PatchError: they are, and the encoding does not support it.
         """
         decays = self.encoding.decay(self.shape) is not None
         if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward, call.key.shape[2]):
             return False
-        seen = "this input lets tokens attend to later ones (an image, a prefix or is_causal=False)"
         if decays:
             raise PatchError(
-                f"{self.encoding}: {seen}, but its factor shrinks with the distance to earlier ones only; "
-                f"use causal attention, or an encoding without xpos"
-            )
-        if not is_dense(call.implementation):
-            raise PatchError(
-                f"{self.encoding}: the tables change within this input, and {seen}, which "
-                f"{call.implementation} cannot compute in parts; use attn_implementation='sdpa'"
+                f"{self.encoding}: this input lets tokens attend to later ones (an image, a prefix or "
+                f"is_causal=False), but its factor shrinks with the distance to earlier ones only; use "
+                f"causal attention, or an encoding without xpos"
             )
         return True
-
-    def _for_parts(self, call: AttentionCall, forward: _Forward) -> AttentionCall:
-        """The call, prepared for a function that gets a part of the queries at a time.
-
-        Raises:
-            PatchError: the attention implementation cannot compute a part.
-        """
-        reason = "the tables change within this input"
-        if "flex" in call.implementation:
-            raise PatchError(
-                f"{self.encoding}: {reason}, and the block mask of flex_attention cannot be cut there; "
-                f"use attn_implementation='sdpa'"
-            )
-        if "flash" in call.implementation:
-            if call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any()):
-                raise PatchError(
-                    f"{self.encoding}: {reason}, and {call.implementation} cannot cut packed rows there; "
-                    f"use attn_implementation='sdpa', or one row per document"
-                )
-            kwargs = {name: value for name, value in call.kwargs.items() if name != "position_ids"}
-            return replace(call, kwargs=kwargs)
-        return call
-
-
-def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
-    """The mask of queries `start` to `stop` and of the first `keys` keys, in the form that it has."""
-    if isinstance(mask, Tensor):
-        if mask.dim() == 4:
-            return mask[:, :, start:stop, :keys]
-        if mask.dim() == 2:
-            return mask[:, :keys]
-    return mask
 
 
 def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], adapter: FamilyAdapter) -> Tensor:

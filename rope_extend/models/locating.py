@@ -45,13 +45,8 @@ def check_checkpoint(
     """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
 
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
-    minute if there is no network, and then speak of the network where a path was mistyped.
-
-    Args:
-        name: a path or a hub id.
-        token: the token for a private model; default: the one that was saved by a login.
-        cache_dir: the hub's cache; default: the user's own.
-        local_files_only: make no request. transformers then says what the cache lacks.
+    minute if there is no network, and then speak of the network where a path was mistyped. `token`,
+    `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
 
     Raises:
         RopeExtendError: the name leads to no checkpoint.

@@ -18,11 +18,10 @@ from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, ti
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
-from rope_extend.attention.masks import visible
+from rope_extend.attention.masks import MASK_ROWS, visible
 from rope_extend.errors import PatchError, UnsupportedModelError
 
 YARN = {"name": "yarn", "factor": FACTOR}
@@ -289,17 +288,6 @@ def test_decay_refuses_masks_that_look_ahead() -> None:
                 logits(model, tokens(1, 48), **given)
 
 
-def test_decay_refuses_block_masks_that_look_ahead() -> None:
-    model, input_ids = llama(), tokens(1, 24)
-    prefix = create_block_mask(lambda b, h, q, k: (q >= k) | (k < 8), None, None, 24, 24, device="cpu")
-    model.set_attn_implementation("flex_attention")
-    with (
-        rx.extend(model, TARGET, "xpos"),
-        pytest.raises(PatchError, match=r"attend to later ones.*use causal attention"),
-    ):
-        model(input_ids, attention_mask=prefix, use_cache=False)
-
-
 @pytest.mark.parametrize("hidden", [-1e4, -1e9, torch.finfo(torch.bfloat16).min, -torch.inf])
 @pytest.mark.parametrize("method", ["xpos", "linear_attention"])
 def test_masks_may_hide_keys_by_any_large_number(hidden: float, method: str) -> None:
@@ -361,7 +349,7 @@ def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> 
 
 
 def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two tables over 1,000 tokens, there is no mask, or one of the later queries only."""
+    """With two tables over 1,000 tokens, there are masks of later queries only, a few at a time."""
     model, data = llama(head_dim=16), Batch(tokens(1, 1000), torch.ones(1, 1000, dtype=torch.long))
     masks: list[int] = []
     inner = nn.functional.scaled_dot_product_attention
@@ -371,7 +359,7 @@ def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> Non
         return inner(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", spy)
-    for trained, most in ((100, 0), (700, 300)):
+    for trained, most in ((100, MASK_ROWS), (700, 300)):
         encoding = rx.Encoding.from_dict(INSIDE["short_original(yarn)"])
         with rx.patch_model(model, encoding, trained_length=trained, target_length=1000):
             masks.clear()
@@ -445,20 +433,6 @@ def test_a_paged_cache_is_refused(name: str) -> None:
         pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
     ):
         model(tokens(1, 10), cache=object(), use_cache=False)
-
-
-def test_flex_attention_is_refused_where_tables_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask that flex attention would use is made without a compiler, which takes half a minute."""
-    model = llama(head_dim=16)
-    block_mask = masking_utils.create_block_mask
-
-    def uncompiled(*args: Any, **options: Any) -> Any:
-        return block_mask(*args, **{**options, "_compile": False})
-
-    monkeypatch.setattr(masking_utils, "create_block_mask", uncompiled)
-    model.set_attn_implementation("flex_attention")
-    with patched(model, "dynamic_ntk"), pytest.raises(PatchError, match="flex_attention cannot be cut"):
-        model(tokens(1, 40))
 
 
 def test_a_family_out_of_reach_is_refused() -> None:

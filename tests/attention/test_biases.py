@@ -24,7 +24,6 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_extend as rx
-from rope_extend.attention.channels import position_channels
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.parameters import learned_parameters
@@ -99,28 +98,6 @@ def test_t5_buckets_are_those_of_stock_t5(buckets: int, beyond: int) -> None:
     distance = torch.arange(6000)
     stock = T5Attention._relative_position_bucket(-distance, False, buckets, made.max_distance)
     assert torch.equal(made.bucket(distance), stock)
-
-
-@given(
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.integers(1, 40),
-    st.integers(0, 2**20),
-    st.integers(1, 2**17),
-)
-@settings(max_examples=30, deadline=None)
-def test_channels_multiply_to_the_bias(dtype: torch.dtype, heads: int, first: int, span: int) -> None:
-    """The relative error of each distance is a few millionths, at any position and in any precision."""
-    shape = ModelShape(heads, heads, 32)
-    scale = 128**-0.5
-    slopes = rx.encoding("alibi").slopes(shape) / scale  # type: ignore[attr-defined]
-    positions = first + torch.linspace(0, span, 60).long()[None]
-    q, k = position_channels(slopes, positions, positions, dtype)
-    assert q.dtype == k.dtype == dtype
-    assert q.shape[-1] % 8 == 0
-    bias = scale * (q.double() @ k.double().transpose(-1, -2))[0]
-    expected = -slopes[:, None, None] * scale * (positions[0][:, None] - positions[0])
-    exact = {"rtol": 1e-7, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-5, "atol": 1e-5}
-    torch.testing.assert_close(bias, expected, **exact)
 
 
 def dense(

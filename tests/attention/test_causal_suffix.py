@@ -27,7 +27,6 @@ METHODS: list[dict[str, Any]] = [
     {"name": "dynamic_ntk", "factor": FACTOR},
     {"name": "short_original", "inner": YARN},
     {"name": "logn", "inner": YARN},
-    {"name": "alibi"},
 ]
 
 

@@ -220,13 +220,14 @@ def test_nested_patches_follow() -> None:
         assert torch.equal(logits(model, **data), expected)
 
 
-@pytest.mark.parametrize("name", ["alibi", "fire", "linear_attention"])
-def test_a_change_to_what_does_not_work_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "self_extend", "alibi", "linear_attention"])
+def test_a_change_to_what_does_not_work_is_refused_by_name(name: str, implementation: str) -> None:
     model, data = llama(), batch((0,))
-    with extended(model, rx.Encoding.from_dict(ENCODINGS[name])):
+    with rx.extend(model, TARGET, name):
         before = logits(model, **data)
-        model.set_attn_implementation("flex_attention")
-        with pytest.raises(UnsupportedModelError, match=rf"^{name}.*flex_attention.*'sdpa' or 'eager'"):
+        model.config._attn_implementation_internal = implementation
+        with pytest.raises(UnsupportedModelError, match=rf"^{name}.*{implementation}.*'sdpa' or 'eager'"):
             model(**data)
         model.set_attn_implementation("sdpa")
         assert torch.equal(logits(model, **data), before)

@@ -12,7 +12,6 @@ from batches import LENGTH, batch, in_parts, logits, tokens
 from cases import ALL_FAMILIES, PLAIN, FamilyCase, llama, tiny_config, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM, MllamaForCausalLM
 
@@ -181,17 +180,6 @@ def test_layers_with_keys_of_images_are_refused() -> None:
     rx.patch_model(model, rx.encoding("sinks", sinks=3, window=7), target_length=64)
     with pytest.raises(UnsupportedModelError, match=r"keys of images \(layers 1 of 2\)"):
         rx.sink_cache(model)
-
-
-@torch.no_grad()
-def test_flex_attention_is_refused_once_tokens_were_dropped() -> None:
-    model = patched()
-    cache = rx.sink_cache(model)
-    model(tokens(1, 40), past_key_values=cache)
-    model.set_attn_implementation("flex_attention")
-    mask = create_block_mask(lambda b, h, q, k: k <= q + 40, None, None, 5, 45, device="cpu")
-    with pytest.raises(PatchError, match=r"flex_attention.*use attn_implementation='sdpa'"):
-        model(tokens(1, 5), past_key_values=cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize(

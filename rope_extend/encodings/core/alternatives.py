@@ -31,13 +31,6 @@ class BiasEncoding(Encoding):
         parameters, float32, by the names of `initial`.
         """
 
-    def slopes(self, shape: ModelShape) -> Tensor | None:
-        """`[heads]` float64 if the bias is `-slope * distance` for each head; else None.
-
-        Such a bias is a number for the key minus one for the query, which fits into channels of the two.
-        """
-        return None
-
     def distance_only_until(self, shape: ModelShape, learned: LearnedValues) -> Tensor | None:
         """The last query position at which the bias depends on the distance alone, `[]`; None for all.
 
