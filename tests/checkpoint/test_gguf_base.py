@@ -123,7 +123,7 @@ def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, method: s
 def test_the_steps_keep_the_precision_of_the_file(
     kind: str, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export to llama.cpp compares logits where all weights are float32."""
+    """float32 holds the values of a file in float32; the others fit in bfloat16."""
     monkeypatch.chdir(tmp_path)
     converted(llama(), Path(name), quantized=gguf.GGMLQuantizationType[kind])
     served = serving(question(name, "vllm"), "yarn", "my run")

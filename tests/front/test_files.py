@@ -23,7 +23,7 @@ from rope_extend.files import (
 )
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "x" * 300], ids=["nul", "long", "part"])
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "x" * 300], ids=["nul", "path", "name"])
 def test_a_name_that_no_file_can_have_is_one_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RopeExtendError, match=r"no file can be called .*; give another name"):
         expand_home(name)
