@@ -89,6 +89,11 @@ class Advice:
     start: str = PRETRAINED
     engines: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        how = f" with {self.method}" if self.method else ""
+        lengths = f"{format_length(self.window.tokens)} to {format_length(self.target_length)}"
+        return f"Advice({self.model}, {lengths}: {self.verdict}{how})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         memory = None if self.memory is None else self.memory.to_dict()

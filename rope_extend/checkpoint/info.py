@@ -104,6 +104,10 @@ class ModelInfo:
     start_reason: str
     unapplied: str | None = None
 
+    def __repr__(self) -> str:
+        trained = f"trained on {self.shape.trained_length} tokens, window {self.window}"
+        return f"ModelInfo({self.model_type}, {self.encoding or 'unknown encoding'}, {trained})"
+
     def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
         """What `encoding` does to this model's tables at `target_length` tokens."""
         shape, plain = self.shape, self.shape.inv_freq()

@@ -14,6 +14,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.protocols import protocol_named
 from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates, plain
+from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
@@ -71,6 +72,10 @@ class PerplexityResult:
 
     def __bool__(self) -> bool:
         return bool(self.ppl)
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{ppl:.2f} at {format_length(length)}" for length, ppl in self.ppl.items())
+        return f"PerplexityResult({found or 'nothing'}; {self.documents} documents, protocol {self.protocol})"
 
     @property
     def max_length(self) -> int:
@@ -176,6 +181,11 @@ class RetrievalResult:
 
     def __bool__(self) -> bool:
         return bool(self.cells)
+
+    def __repr__(self) -> str:
+        rates = [(task, n, self.rate(task, n)) for task in self.tasks for n in self.lengths(task)]
+        found = (f"{task} {rate.mean:.0%} at {format_length(n)}" for task, n, rate in rates if rate)
+        return f"RetrievalResult({', '.join(found) or 'nothing'})"
 
     @property
     def tasks(self) -> list[str]:

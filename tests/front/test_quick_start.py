@@ -230,3 +230,15 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
         )
         done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
         assert done.stdout.split() == expected, line
+
+
+def test_results_print_as_one_line() -> None:
+    from rope_extend.data.bundled import MODEL_DIR
+    from rope_extend.evaluation.results import Cell
+
+    cells = (Cell("passkey", 256, 0.5, (1.0, 0.0)),)
+    assert repr(rx.RetrievalResult(cells)) == "RetrievalResult(passkey 50% at 256)"
+    found = rx.PerplexityResult(ppl={256: 13.174, 2048: 9.0}, documents=2)
+    assert repr(found) == "PerplexityResult(13.17 at 256, 9.00 at 2k; 2 documents, protocol prefix)"
+    assert repr(rx.info(MODEL_DIR)) == "ModelInfo(llama, none, trained on 256 tokens, window 256)"
+    assert repr(rx.advise(MODEL_DIR, 2048)) == f"Advice({MODEL_DIR}, 256 to 2k: train with yarn)"
