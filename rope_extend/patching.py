@@ -243,18 +243,19 @@ class Patch:
             if published:  # then transformers saves it again, also if its other values are invalid
                 self._undo.set(generation, "_original_object_hash", hash(generation))
         if base.device.type != "meta":  # on a model without weights, a patch is a dry run
-            before = f"{old_parameters.get('rope_type', 'default')} (window {old_length})"
-            self._log_changes(config.model_type, before, in_stock=stock is not None)
+            rope_type = old_parameters.get("rope_type", "default")
+            self._log_changes(config.model_type, rope_type, old_length, in_stock=stock is not None)
 
     def _set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             self._undo.set(owner, name, value)
 
-    def _log_changes(self, model_type: str, before: str, *, in_stock: bool) -> None:
-        """Log what was replaced, and warn about limits."""
-        logger.info(
-            "%s: %s replaced by %s (window %d, trained on %d)",
-            model_type, before, self.encoding, self.target_length, self.shape.trained_length,
+    def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
+        """Log what was replaced, and warn about limits. Python shows warnings alone, unless told otherwise."""
+        logger.log(
+            logging.INFO if before == "default" else logging.WARNING,
+            "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
+            model_type, before, old_length, self.encoding, self.target_length, self.shape.trained_length,
         )  # fmt: skip
         adapter, base = adapter_for(model_type), unwrap(self.model)
         layer_type = adapter.layer_type(base.config)

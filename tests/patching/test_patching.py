@@ -213,7 +213,7 @@ def test_scaling_that_the_checkpoint_carries_is_replaced_knowingly(
     model = llama(rope_parameters=dict(ALREADY_SCALED[rope_type]), max_position_embeddings=4 * TRAINED)
     assert trained_length_of(model.config) == TRAINED
     before = logits(model)
-    with caplog.at_level(logging.INFO, "rope_extend"):
+    with caplog.at_level(logging.WARNING, "rope_extend"):  # the level that Python shows
         patch = rx.extend(model, TARGET, "linear")
     assert patch.encoding == rx.encoding("linear", factor=FACTOR)  # over the trained window, not on top
     assert f"{rope_type} (window {4 * TRAINED}) replaced by linear(factor=8)" in caplog.text
