@@ -251,7 +251,7 @@ class Patch:
             self._undo.set(owner, name, value)
 
     def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
-        """Log what was replaced, and warn about limits. Python shows warnings alone, unless told otherwise."""
+        """Log what was replaced, and warn about limits. Python shows only warnings by default."""
         logger.log(
             logging.INFO if before == "default" else logging.WARNING,
             "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
