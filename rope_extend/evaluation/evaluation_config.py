@@ -92,12 +92,14 @@ class Prompts(NamedTuple):
         lengths: tokens of the prompts.
         options: depths, number of trials, seed and chat template.
         template: form of the passkey task; None for that of the model.
+        unasked: the one length that nobody asked for, which is left out for a task that does not fit it.
     """
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     options: PromptOptions = PromptOptions()
     template: str | None = None
+    unasked: int | None = None
 
 
 DEPTHS, TRIALS = 5, 4
@@ -313,7 +315,9 @@ class EvaluationConfig(ModelConfig):
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
         options = PromptOptions(depths_from(DEPTHS), int(trials))
-        return Prompts(("passkey",), tuple(sorted({trained, *more})), options) if trials else Prompts()
+        unasked = None if trained in more else trained
+        asked = Prompts(("passkey",), tuple(sorted({trained, *more})), options, unasked=unasked)
+        return asked if trials else Prompts()
 
     @property
     def window_settings(self) -> WindowSettings:
@@ -347,10 +351,10 @@ class PromptConfig(ModelConfig):
         "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
     }
 
-    def asked(self, lengths: Iterable[int]) -> Prompts:
+    def asked(self, lengths: Iterable[int], unasked: int | None = None) -> Prompts:
         """The prompts of these lengths."""
         options = PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
-        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template)
+        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template, unasked)
         return asked if self.tasks else Prompts()
 
 
@@ -378,7 +382,8 @@ class RetrievalConfig(PromptConfig):
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
         """Prompts of the lengths, and with controls of the trained window."""
-        return self.asked({*lengths, trained} if self.cropped else lengths)
+        unasked = None if trained in (self.lengths or ()) else trained
+        return self.asked({*lengths, trained} if self.cropped else lengths, unasked)
 
 
 METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")

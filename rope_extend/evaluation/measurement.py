@@ -161,7 +161,7 @@ class Measurement:
 
     def _write_prompts(self) -> None:
         """The prompts in batches of one task and length, the first trial of all depths first."""
-        asked, refused = self.asked, None
+        asked = self.asked
         if not asked.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
@@ -173,15 +173,12 @@ class Measurement:
                 try:
                     prompts = make_prompts(task, self.tokenizer, length, asked.options)
                 except RopeExtendError as error:
-                    if length > self.trained:
+                    if length != asked.unasked:
                         raise
-                    refused = error  # the trained window may be too short for a task
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
                 size = max(1, BATCH_TOKENS // prompts[0].tokens)
                 self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        if refused is not None and not self.batches and not self.config.documents:
-            raise refused
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -125,7 +125,7 @@ def test_no_more_is_tokenised_than_asked_for(
     ("source", "options", "message"),
     [
         ("missing.txt", {}, "no file matches"),
-        ("x" * 5000 + ".txt", {}, "no file matches"),
+        ("x" * 5000 + ".txt", {}, "no file can be called"),
         ("~nobody-of-this-name/a.txt", {}, "no file matches"),
         ("pictures", {}, r"holds no file that ends in .*\.txt"),
         ([], {}, "the list of sources is empty"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
@@ -188,23 +187,6 @@ def test_tiles_multiply_under_autocast_as_without_them(ids: torch.Tensor) -> Non
         expected = step(adapter, MemoryOptions(), ids)
     assert {value.dtype for name, value in found.items()} == {torch.float32}
     assert_close(found, expected, BFLOAT16)
-
-
-def test_lora_matrices_save_one_copy_of_their_input(ids: torch.Tensor) -> None:
-    """Under autocast, peft would save a copy in bfloat16 for each of queries, keys and values."""
-    adapter = with_adapter(tiny_llama(), torch.bfloat16, target_modules=["q_proj", "k_proj", "v_proj"])
-    for parameter in adapter.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    kept = []
-    for options in (None, MemoryOptions()):
-        with ExitStack() as stack, LiveBytes() as memory, torch.autocast("cpu", torch.bfloat16):
-            if options is not None:
-                stack.enter_context(apply_memory_options(adapter.get_base_model(), options))
-            loss = next_token_loss(adapter, ids)
-            kept.append(memory.live)
-            del loss
-    assert kept[1] < kept[0]
 
 
 def test_with_checkpointing_tiles_cost_no_operations(ids: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ def test_long_steps_on_a_gpu_have_few_tiles(tokens: int, device: str, tile: int)
     run = Recipe("model", "books", "runs/one", tokens)
     with torch.device("meta"):
         model = tiny_llama()
-    candidates, _ = candidate_options(run, model, torch.device(device))
+    candidates = candidate_options(run, model, torch.device(device))
     assert {options.mlp_tiles for options in candidates} == {0, tile}
     with tiled(model, tile):
         layer = model.model.layers[0]
