@@ -54,9 +54,11 @@ model = get_peft_model(model, lora)
 model.print_trainable_parameters()
 
 documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
-blocks = rx.blocks(documents, length, positions=args.positions, model=model)
+blocks = rx.blocks(documents, length)
 print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
 
+drawn = int(latest.rpartition("-")[2]) * args.batch_size if latest else 0  # blocks of the steps so far
+pose = args.positions and rx.PositionCollator(args.positions, args.target_length, drawn=drawn)
 rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
 settings = TrainingArguments(
     args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
@@ -67,6 +69,7 @@ trainer = Trainer(
     model,
     settings,
     train_dataset=blocks,
+    data_collator=pose or None,
     callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
 )
 trainer.train(resume_from_checkpoint=latest)

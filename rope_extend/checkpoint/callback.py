@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,10 +13,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import changes_base, check_base
-from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record
+from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
 from rope_extend.checkpoint.saving import finish, written_directory
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
+from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch
 
@@ -69,6 +71,12 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         if args.should_save and directory.is_dir() and directory != self._completed:
             self._complete(directory, model)
 
+    def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Write the record next to the files that `Trainer` copies into the output directory and pushes."""
+        if args.should_save:
+            write_learned(Path(args.output_dir), model)
+            write_record(args.output_dir, Record.of(model, self.base_model))
+
     def _complete_what_is_saved(self, model: Any) -> None:
         """Wrap `save_pretrained`; by a function of the model, so that a copy of the model saves the copy."""
         stock = type(model).save_pretrained
@@ -76,7 +84,8 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         @functools.wraps(stock)
         def save_pretrained(saved: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
             result = stock(saved, save_directory, *args, **options)
-            if current_patch(saved) is not None and options.get("is_main_process", True):
+            given = inspect.signature(stock).bind(saved, save_directory, *args, **options).arguments
+            if current_patch(saved) is not None and given.get("is_main_process", True):
                 self._complete(written_directory(Path(save_directory), saved), saved)
             return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import MethodType, TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from rope_extend.attention.packed import document_inputs
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED, causal_lm, decoder_name, mean_loss
 
@@ -24,7 +26,9 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
 
     For transformers' `Trainer`, trainers built on it, and loops of your own: loss and gradients are those of
     the model's own forward to rounding, and `logits` of the output is None. Without labels, as in
-    `generate`, the model's own forward runs. `remove()`, or the end of a `with` block, undoes it.
+    `generate`, the model's own forward runs. Where `position_ids` restart within a row, as those of packed
+    documents do, each document sees itself alone, in every family, also if a collator adds a mask of ones.
+    `remove()`, or the end of a `with` block, undoes both.
 
     Args:
         model: a causal language model of transformers, extended or not, with or without PEFT.
@@ -36,7 +40,7 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
             next token, or has the router loss of a mixture of experts added; or it has this loss already.
     """
     lm = causal_lm(model)
-    if getattr(vars(lm).get("forward"), "chunks_loss", False):
+    if has_chunked_loss(lm):
         raise RopeExtendError("chunked_loss: the model has this loss already; remove() it, or keep it")
     if lm.loss_function is not ForCausalLMLoss:
         raise RopeExtendError(
@@ -57,12 +61,15 @@ class ChunkedLoss:
 
     def __init__(self, lm: Any, chunk_bytes: int | None) -> None:
         self.model, self.active = lm, True
+        decoder = lm._modules[decoder_name(lm)]
+        self._hook = decoder.register_forward_pre_hook(partial(_keep_apart, lm), with_kwargs=True)
         self._before = vars(lm).get("forward")  # of another wrapper
         self._forward = lm.forward = MethodType(_forward(self, chunk_bytes), lm)
 
     def remove(self) -> None:
         """Give the model its own forward back. Removing twice does nothing."""
         self.active = False
+        self._hook.remove()
         if vars(self.model).get("forward") is not self._forward:
             return  # a later wrapper, such as accelerate's, still calls it; it passes everything on now
         if self._before is None:
@@ -114,6 +121,25 @@ def _forward(handle: ChunkedLoss, chunk_bytes: int | None) -> Callable[..., Any]
 
     forward.chunks_loss = True  # type: ignore[attr-defined]
     return forward
+
+
+def _keep_apart(
+    lm: Any, decoder: Any, args: Any, inputs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """Give a decoder the inputs of packed documents, if its positions restart and no mask hides a token."""
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None or positions.ndim != 2 or inputs.get("past_key_values") is not None:
+        return None
+    if isinstance(mask, dict) or (mask is not None and (mask.ndim != 2 or not bool(mask.all()))):
+        return None
+    if not bool((positions[:, 1:] == 0).any()):
+        return None
+    return args, {**inputs, **document_inputs(lm, positions, restarts=True)}
+
+
+def has_chunked_loss(model: torch.nn.Module) -> bool:
+    """Whether `chunked_loss` is active."""
+    return bool(getattr(vars(causal_lm(model)).get("forward"), "chunks_loss", False))
 
 
 def _check_router(wanted: object) -> None:

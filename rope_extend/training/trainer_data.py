@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
@@ -13,6 +14,7 @@ from rope_extend.data.packing import PackedBlocks, check_packing, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import current_patch
+from rope_extend.training.chunked_loss import has_chunked_loss
 from rope_extend.training.model_checks import check_sampled
 from rope_extend.units import parse_length
 
@@ -36,9 +38,9 @@ def blocks(
     Args:
         documents: from `load_documents`.
         length: tokens per block, at least 2; `"32k"` works too.
-        packing: concatenate documents of any length. `position_ids` restart in each, and so transformers
-            keeps them apart if it has no cache: `Trainer` has none, a loop of your own gives
-            `use_cache=False`. Otherwise each block is from one document, and shorter ones are dropped.
+        packing: concatenate documents of any length; `position_ids` restart in each. It needs
+            `chunked_loss(model)`, which keeps documents apart under any trainer. Otherwise each block is from
+            one document, and shorter ones are dropped.
         positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
             `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
             ones.
@@ -66,7 +68,13 @@ def blocks(
             "rope_extend.extend(model, ...) first, and give model=model"
         )
     if positions is None:
+        if not has_chunked_loss(model):
+            raise RopeExtendError(
+                "blocks: packing needs rope_extend.chunked_loss(model), which keeps the documents of a row "
+                "apart; call it before"
+            )
         check_packing(RESTART, patch.encoding, patch.shape, model.config)
+        check_packed_attention(model, restarts=True)
         return TrainerBlocks(packed_blocks(documents, length, restarts=True))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
     check_meaning(collator.sampler, patch.encoding, patch.shape)
@@ -88,7 +96,8 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
         number = range(len(self))[index]
         item = dict(self._parts[number])
         if "document_positions" in item:
-            return {**item, "position_ids": item.pop("document_positions")}
+            item["position_ids"] = item.pop("document_positions")
+            return item
         if self._collator is not None:
             item["position_ids"] = torch.from_numpy(self._collator.positions(len(item["input_ids"]), number))
         # Without the mask, transformers would take a gap in the positions for the start of another text.
