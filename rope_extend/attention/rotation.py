@@ -180,19 +180,29 @@ class RotationHandler(AttentionHandler):
             call = without_mask(call)
         maskless = takes_suffix(call.implementation)
         decays = self.encoding.decay(self.shape) is not None
+        square = mask is None and not maskless and new == total and not decays
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
         for segment in forward.segments:
             end, count = total if later else total - new + segment.stop, segment.stop - segment.start
-            keys, queries = key[:, :, :end], query[:, :, segment.start : segment.stop]
+            makes_mask = not maskless and mask is None and end > count > 1
+            whole = makes_mask and square and 2 * segment.start <= segment.stop
+            start = 0 if whole else segment.start
+            keys, queries = key[:, :, :end], query[:, :, start : segment.stop]
             if segment.turns:
                 cos, sin = forward.turn("key", segment, positions, key)
                 keys = turned(keys, (cos[:, :, :end], sin[:, :, :end]), self.adapter)
                 if decays:
                     cos, sin = forward.turn("query", segment, positions, query)
-                own = slice(total - new + segment.start, total - new + segment.stop)
+                own = slice(total - new + start, total - new + segment.stop)
                 queries = turned(queries, (cos[:, :, own], sin[:, :, own]), self.adapter)
-            makes_mask = not maskless and mask is None and end > count > 1
+            if whole:
+                # Plain causal attention of all queries so far, on the fast path without a mask. The results
+                # of earlier queries are computed in vain.
+                output, weight = call.own(queries, keys, value[:, :, :end], None)
+                outputs.append(output[:, segment.start :])
+                weights.append(None if weight is None else weight[:, :, segment.start :])
+                continue
             for first in range(0, count, MASK_ROWS if makes_mask else count):
                 start, stop = segment.start + first, min(segment.start + first + MASK_ROWS, segment.stop)
                 stop = stop if makes_mask else segment.stop

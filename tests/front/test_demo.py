@@ -129,5 +129,4 @@ def check_files(output: Path, shown: str) -> None:
         assert "| yarn + LoRA" in card
     table = (output / "report.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
-    assert "Sample 1, continued by each row:" in table
     assert "# rope-extend evaluate settings.yaml" in table

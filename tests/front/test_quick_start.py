@@ -132,7 +132,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a config that stock transformers must not load."""
     directory = tmp_path_factory.mktemp("plugin-only")
-    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "rope_extend_config": {}}
+    config = {"model_type": "rope_extend", "rope_extend_family": "llama"}
+    config["rope_extend_config"] = {"max_position_embeddings": 64}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
