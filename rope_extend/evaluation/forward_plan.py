@@ -283,7 +283,8 @@ class ForwardEstimator:
             with counter, torch.no_grad():
                 # The first logits are computed while most other tensors are still allocated. The later ones
                 # need the same memory.
-                scored = min(tokens - 1, size, 2 * computer.chunk_bytes // (4 * computer.vocabulary) + 1)
+                piece = size if chunks else tokens
+                scored = min(tokens - 1, piece, 2 * computer.chunk_bytes // (4 * computer.vocabulary) + 1)
                 computer.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
         losses = 8 * ids.numel()  # of all tokens: one by one, and joined
         return counter.peak - self.model_bytes + losses, strategy or IN_ONE_PASS
