@@ -125,8 +125,8 @@ def number(
     """
 
     def parse(value: Any) -> float:
-        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value):
-            value = float(value)  # YAML 1.1 reads 2e-4, without a dot, as text
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+            value = float(value)  # YAML 1.1 reads 2e-4 and 1.5e4 as text
         require(isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value))
         require(minimum <= value <= maximum and value < below and not (above and value == minimum))
         return float(value)

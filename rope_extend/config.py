@@ -50,7 +50,10 @@ def list_of(kind: Kind, expected: str) -> Kind:
     """Tuples of values of `kind`; in text, commas separate them, and each is read as YAML."""
 
     def parse(value: Any) -> tuple[Any, ...]:
-        listed = [yaml.safe_load(item) if isinstance(item, str) else item for item in items(value)]
+        try:
+            listed = [yaml.safe_load(item) if isinstance(item, str) else item for item in items(value)]
+        except yaml.YAMLError as error:
+            raise ValueError from error
         return tuple(map(kind.parse, listed))
 
     return Kind(expected, parse)

@@ -101,7 +101,7 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     if good:
         said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
         return [*said, *(f"{verdict.label} meets them too." for verdict in good[1:])]
-    if judged and not any(math.isfinite(verdict.ratio) for verdict in judged):
+    if judged and not missing and not any(math.isfinite(verdict.ratio) for verdict in judged):
         return [f"No row has a finite perplexity at {target}: check the weights, and the dtype."]
     undecided, more = [verdict for verdict in whole if verdict.success is None], list[str]()
     if missing:

@@ -49,7 +49,7 @@ class Cost:
             RopeExtendError: one of them is not a finite number of at least 0.
         """
         for name in cls.__dataclass_fields__:
-            number(0)("cost", name, values[name])
+            _check_number("cost", name, values[name])
         return cls(*(values[name] for name in cls.__dataclass_fields__))
 
     def plus(self, other: Cost) -> Cost:
@@ -116,14 +116,19 @@ class SearchLog:
         cost = Cost.from_dict(record)
         table = Table(tuple(record["divisors"]), record["start_tokens"], record["attention_factor"])
         for each in (*table.divisors, table.start_tokens, table.attention_factor):
-            number(0)("table", "a value", each)
+            _check_number("table", "a value", each)
         for name, parts in record["losses"].items():
             self.losses[table, name] = {part: _loss(part, *loss) for part, loss in parts.items()}
         self.cost = self.cost.plus(cost)
 
 
+def _check_number(owner: str, field: str, value: Any, minimum: float = 0) -> None:
+    """Refuse anything but a number; settings also take text such as 2e-4, which a log never has."""
+    number(minimum)(owner, field, None if isinstance(value, str) else value)
+
+
 def _loss(part: str, total: Any, terms: Any) -> Loss:
     """A loss of a line; None as its total is infinity."""
     if total is not None:
-        number(-math.inf)("losses", part, total)
+        _check_number("losses", part, total, -math.inf)
     return Loss(math.inf if total is None else float(total), check_length("losses", part, terms))

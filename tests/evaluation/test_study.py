@@ -53,6 +53,7 @@ NAN = float("nan")
          "No row meets all three criteria at 64. The nearest is yarn"),
         ([judged("yarn", NAN, 0.0)], [], "No row has a finite perplexity at 64: check the weights, and the"),
         # While rows are missing.
+        ([judged("yarn", NAN, 0.0)], ["ntk"], "Not decided yet: not wholly measured are ntk."),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
          "Not decided yet: not wholly measured are rerope, string. The nearest is yarn"),
         ([judged("yarn", 0.9, 1.0)], ["yarn"], "Not decided yet: not wholly measured are yarn."),

@@ -233,8 +233,9 @@ LINE = {
     [
         *({"losses": losses} for losses in ([], None, {"search 0": [1]}, {"search 0": {"8": 1}})),
         *({"losses": {"search 0": {"8": loss}}} for loss in ([2.0, 0], [2.0, -5], [2.0, None], ["2", 4])),
-        *({"divisors": divisors} for divisors in ([[1]], 3, ["1.0"], [math.nan])),
-        {"passes": None}, {"passes": "3"}, {"seconds": -1.0}, {"attention_factor": "x"}, {"start_tokens": {}},
+        *({"divisors": divisors} for divisors in ([[1]], 3, ["1.0"], ["1e1"], [math.nan])),
+        {"passes": None}, {"passes": "3"}, {"seconds": "1e5"}, {"seconds": -1.0},
+        {"attention_factor": "x"}, {"start_tokens": {}},
     ],
 )  # fmt: skip
 def test_an_edited_line_of_a_log_is_one_clear_error(changes: dict[str, Any], tmp_path: Path) -> None:

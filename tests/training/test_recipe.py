@@ -200,7 +200,7 @@ def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
     file.write_text(base.to_yaml())
     assert parse(str(file)) == base
     recipe = parse(
-        str(file), "--target-length", "64k", "--learning-rate", "1e-4", "--no-dora",
+        str(file), "--target-length", "64k", "--learning-rate", "1.0e-4", "--no-dora",
         "--betas", "0.9,0.99", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
         "--method-parameters", "beta_fast=16,truncate=false",
     )  # fmt: skip
@@ -216,7 +216,7 @@ def test_flags_alone_make_a_recipe() -> None:
     assert parse(*flags) == Recipe.from_dict(REQUIRED)
 
 
-@pytest.mark.parametrize("text", ["x", "0.9", "[0.9"])
+@pytest.mark.parametrize("text", ["x", "0.9", "[0.9", "0.9,[1"])
 def test_a_wrong_flag_is_refused_like_the_file(text: str) -> None:
     with pytest.raises(RopeExtendError, match="betas must be two numbers"):
         parse("--betas", text, "--model", "m", "--data", "d", "--output-dir", "o", "--target-length", "8k")
