@@ -51,6 +51,7 @@ READERS: dict[str, dict[str, str | None]] = {
         # A run knows its data by a fingerprint of all tokens.
         "bundled._held_out": None,
         "bundled.read_text": None,
+        "token_cache._relevant": None,  # makes an identity
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
