@@ -118,9 +118,13 @@ def next_token_loss(
         )
     hidden = hidden_states(model, input_ids, **inputs)
     if shift_labels is None:
-        # Position t predicts token t + 1; the last position has nothing to predict.
-        shift_labels = F.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
+        shift_labels = shifted(input_ids if labels is None else labels)
     return mean_loss(model, hidden, shift_labels, num_items_in_batch, chunk_bytes)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """The label of the next token at each position, int64 `[B, T]`; the last has nothing to predict."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def mean_loss(

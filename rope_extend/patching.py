@@ -14,8 +14,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
@@ -43,7 +42,7 @@ from rope_extend.models.stock_config import (
     window_values,
     with_carried,
 )
-from rope_extend.models.undo import UndoLog
+from rope_extend.models.undo import Removable, UndoLog
 from rope_extend.models.view import (
     CONFIG_RECORD,
     ORIGINAL_WINDOW,
@@ -92,7 +91,7 @@ def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
     return max(windows) if windows and all(windows) else None
 
 
-class Patch:
+class Patch(Removable):
     """One change of a model's position encoding; also a context manager that undoes it.
 
     Attributes:
@@ -340,14 +339,6 @@ class Patch:
             base._init_weights(module)
         else:
             module.to(device)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         state = "active" if self._active else "removed"

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from torch import nn
+
+
+class Removable(ABC):
+    """A change of a model that `remove()` undoes, and so does the end of a `with` block."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Undo the change. Removing twice does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
 
 
 class UndoLog:

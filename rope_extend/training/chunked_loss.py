@@ -6,17 +6,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import MethodType, TracebackType
-from typing import Any, Self
+from types import MethodType
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rope_extend.attention.packed import document_inputs
 from rope_extend.errors import RopeExtendError
-from rope_extend.loss import IGNORED, causal_lm, decoder_name, mean_loss
+from rope_extend.loss import causal_lm, decoder_name, mean_loss, shifted
+from rope_extend.models.undo import Removable
 
 _NO_PART_OF_THE_LOSS = ("output_attentions", "output_hidden_states", "logits_to_keep")
 
@@ -51,24 +51,21 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
     return ChunkedLoss(lm, chunk_bytes)
 
 
-class ChunkedLoss:
+class ChunkedLoss(Removable):
     """The change that `chunked_loss` made; also a context manager that undoes it.
 
     Attributes:
         model: the causal language model, without PEFT around it.
-        active: whether the loss is computed in chunks.
     """
 
     def __init__(self, lm: Any, chunk_bytes: int | None) -> None:
-        self.model, self.active = lm, True
-        decoder = lm._modules[decoder_name(lm)]
-        self._hook = decoder.register_forward_pre_hook(partial(_keep_apart, lm), with_kwargs=True)
+        self.model = lm
+        self._hook = _decoder(lm).register_forward_pre_hook(partial(_keep_apart, lm), with_kwargs=True)
         self._before = vars(lm).get("forward")  # of another wrapper
-        self._forward = lm.forward = MethodType(_forward(self, chunk_bytes), lm)
+        self._forward = lm.forward = MethodType(_forward(lm, self._before, chunk_bytes), lm)
 
     def remove(self) -> None:
         """Give the model its own forward back. Removing twice does nothing."""
-        self.active = False
         self._hook.remove()
         if vars(self.model).get("forward") is not self._forward:
             return  # a later wrapper, such as accelerate's, still calls it; it passes everything on now
@@ -77,22 +74,14 @@ class ChunkedLoss:
         else:
             self.model.forward = self._before
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
     def __repr__(self) -> str:
-        return f"ChunkedLoss({type(self.model).__name__}, {'active' if self.active else 'removed'})"
+        state = "active" if has_chunked_loss(self.model) else "removed"
+        return f"ChunkedLoss({type(self.model).__name__}, {state})"
 
 
-def _forward(handle: ChunkedLoss, chunk_bytes: int | None) -> Callable[..., Any]:
+def _forward(lm: Any, before: Any, chunk_bytes: int | None) -> Callable[..., Any]:
     """A forward with the loss in chunks: a function of the model, so that a copy calls the copy."""
-    stock = type(handle.model).forward
-    before = handle._before
+    stock = type(lm).forward
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)  # trainers choose the columns of a dataset by its signature
@@ -101,7 +90,8 @@ def _forward(handle: ChunkedLoss, chunk_bytes: int | None) -> Callable[..., Any]
         inputs = {**given, **given.pop("kwargs", {})}
         labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
         unscored = labels is None and shift_labels is None
-        if not handle.active or unscored or inputs.get("fused_lm_head"):  # TRL's own loss without logits
+        of_trl = inputs.get("fused_lm_head")  # its own loss without logits
+        if unscored or of_trl or not has_chunked_loss(self):
             return stock(self, *args, **kwargs) if before is None else before(*args, **kwargs)
         del inputs["self"]
         if wanted := [name for name in _NO_PART_OF_THE_LOSS if inputs.pop(name, None)]:
@@ -111,15 +101,11 @@ def _forward(handle: ChunkedLoss, chunk_bytes: int | None) -> Callable[..., Any]
             )
         _check_router(inputs.get("output_router_logits"))
         items, as_dict = inputs.pop("num_items_in_batch", None), inputs.pop("return_dict", None)
-        decoder = self._modules[decoder_name(self)]
-        hidden = decoder(**inputs, return_dict=True).last_hidden_state
-        if shift_labels is None:
-            # Position t predicts token t + 1; the last position has nothing to predict.
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = mean_loss(self, hidden, shift_labels, items, chunk_bytes)
+        hidden = _decoder(self)(**inputs, return_dict=True).last_hidden_state
+        targets = shifted(labels) if shift_labels is None else shift_labels
+        loss = mean_loss(self, hidden, targets, items, chunk_bytes)
         return CausalLMOutputWithPast(loss=loss) if as_dict is not False else (loss,)
 
-    forward.chunks_loss = True  # type: ignore[attr-defined]
     return forward
 
 
@@ -138,8 +124,13 @@ def _keep_apart(
 
 
 def has_chunked_loss(model: torch.nn.Module) -> bool:
-    """Whether `chunked_loss` is active."""
-    return bool(getattr(vars(causal_lm(model)).get("forward"), "chunks_loss", False))
+    """Whether `chunked_loss` is active, by the hook that keeps documents apart; a copy has its own."""
+    hooks = _decoder(causal_lm(model))._forward_pre_hooks.values()
+    return any(isinstance(hook, partial) and hook.func is _keep_apart for hook in hooks)
+
+
+def _decoder(lm: Any) -> Any:
+    return lm._modules[decoder_name(lm)]
 
 
 def _check_router(wanted: object) -> None:

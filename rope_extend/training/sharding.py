@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import refuse_if
-from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
+from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm, shifted
 from rope_extend.models.view import layer_types_except_full_attention
 from rope_extend.patching import Patch
 from rope_extend.training.recipe import Recipe
@@ -171,7 +170,7 @@ def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {
         "input_ids": input_ids.clone(),
         "position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1),
-        "shift_labels": F.pad(labels[:, 1:], (0, 1), value=IGNORED),
+        "shift_labels": shifted(labels),
     }
 
 

@@ -32,8 +32,8 @@ def blocks(
 ) -> TrainerBlocks:
     """Cut documents into blocks of `length` tokens, for `Trainer`, trainers built on it, and your own loop.
 
-    Items have `input_ids`, `labels`, and `attention_mask` or `position_ids`, int64 `[length]`. Labels are not
-    shifted. Block number n is the same in every process and after every resume.
+    Items have `input_ids`, `labels`, which are not shifted, and `attention_mask`, `position_ids` or both,
+    int64 `[length]`. Block number n is the same in every process and after every resume.
 
     Args:
         documents: from `load_documents`.

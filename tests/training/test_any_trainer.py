@@ -107,6 +107,7 @@ def test_it_is_undone_and_copies_are_their_own() -> None:
     handle.remove()
     assert "forward" not in vars(model)
     assert model(IDS, labels=LABELS).logits is not None
+    assert twin(IDS, labels=LABELS).logits is None  # a copy has its own
 
 
 def test_a_wrapper_around_it_still_works_after_it_is_removed() -> None:
