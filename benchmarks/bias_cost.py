@@ -32,7 +32,7 @@ class Biased:
 
     def ours(self) -> torch.Tensor:
         self.lm.model.rotary_emb(self.tensors[0], self.positions)
-        return self._attend(self.lm.config._attn_implementation)
+        return self._attend(self.layer.config._attn_implementation)
 
     def causal(self) -> torch.Tensor:
         return self._attend(self.implementation)

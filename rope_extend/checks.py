@@ -121,12 +121,13 @@ def number(
 ) -> Kind:
     """Finite numbers from `minimum` (excluded if `above`) to `maximum`, or to below `below`.
 
-    Booleans and numeric text are refused: both come from configuration files by mistake.
+    Booleans and text are refused: both come from configuration files by mistake. YAML 1.1 reads 2e-4 and
+    1.5e4 as text, so text in this form is a number.
     """
 
     def parse(value: Any) -> float:
         if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-            value = float(value)  # YAML 1.1 reads 2e-4 and 1.5e4 as text
+            value = float(value)
         require(isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value))
         require(minimum <= value <= maximum and value < below and not (above and value == minimum))
         return float(value)

@@ -46,15 +46,19 @@ def or_auto(kind: Kind) -> Kind:
     return or_word(kind, AUTO)
 
 
+def _read_text(text: str) -> Any:
+    """A value of the command line, read as YAML; ValueError if it is none."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError from error
+
+
 def list_of(kind: Kind, expected: str) -> Kind:
     """Tuples of values of `kind`; in text, commas separate them, and each is read as YAML."""
 
     def parse(value: Any) -> tuple[Any, ...]:
-        try:
-            listed = [yaml.safe_load(item) if isinstance(item, str) else item for item in items(value)]
-        except yaml.YAMLError as error:
-            raise ValueError from error
-        return tuple(map(kind.parse, listed))
+        return tuple(kind.parse(_read_text(item) if isinstance(item, str) else item) for item in items(value))
 
     return Kind(expected, parse)
 
@@ -79,10 +83,7 @@ def _sources(value: Any) -> str | tuple[str, ...]:
 def _parameters(value: Any) -> dict[str, Any]:
     if isinstance(value, str):  # beta_fast=32,beta_slow=1 on the command line
         pairs = (pair.split("=") for pair in value.split(","))
-        try:
-            value = {name.strip(): yaml.safe_load(text) for name, text in pairs}
-        except yaml.YAMLError as error:
-            raise ValueError from error
+        value = {name.strip(): _read_text(text) for name, text in pairs}
     require(isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
     return copy.deepcopy(dict(value))
 
@@ -285,9 +286,9 @@ def _read(cls: type[Config], name: str, value: object) -> object:
     try:
         # No text, as of a shell variable that is not set, would be null in YAML.
         require(value != "")
-        read = yaml.safe_load(value) if isinstance(value, str) and not kind.plain else value
+        read = _read_text(value) if isinstance(value, str) and not kind.plain else value
         kind.parse(read)
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from error
     return read
 

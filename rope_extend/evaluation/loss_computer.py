@@ -76,6 +76,13 @@ class LossComputer:
         self.chunk_bytes, self.batch_tokens = default_chunk_bytes(device), default_batch_tokens(device)
         self.retries = 0
         self._chunkable: dict[tuple[int, int], bool] = {}
+        self._longest_so_far = [
+            (module, name)
+            for module in model.modules()
+            for name in vars(module)
+            if name.endswith("max_seq_len_cached")
+        ]
+        """Where stock `dynamic` keeps the length of the longest text so far, and its table with it."""
 
     def document(
         self, name: str, ids: torch.Tensor, passes: Sequence[Sequence[Window]], bos: int | None
@@ -170,9 +177,8 @@ class LossComputer:
 
     def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, `[B, t, D]` for each chunk."""
-        for module in self.model.modules():  # stock `dynamic` keeps the table of the longest text so far
-            for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
-                setattr(module, name, 0)
+        for module, name in self._longest_so_far:
+            setattr(module, name, 0)
         tokens = inputs.shape[1]
         size = self.chunk or self.chunked.default_chunk(tokens)
         if size >= tokens or not self.can_chunk(tokens, size):
