@@ -37,17 +37,12 @@ START_HERE = {
 def methods_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `methods`."""
     add_json(parser)
-    text = "list the published tables of divisors, which longrope takes by name"
-    parser.add_argument("--tables", action="store_true", help=text)
 
 
 def methods(arguments: argparse.Namespace) -> None:
     """List the position encodings, with their parameters and sources, and the ones to try first."""
     from rope_extend.encodings import encoding_class, encoding_names
 
-    if arguments.tables:
-        _tables(arguments.json)
-        return
     rows: list[dict[str, Any]] = []
     for name in encoding_names():
         cls = encoding_class(name)
@@ -65,27 +60,6 @@ def methods(arguments: argparse.Namespace) -> None:
             if row["group"] == group:
                 print(f"  {row['name']}\n      {row['summary']}")
                 print(f"      parameters: {', '.join(row['parameters']) or 'none'}; source: {row['paper']}")
-
-
-def _tables(as_json: bool) -> None:
-    """Print the published tables of divisors."""
-    from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES
-
-    if as_json:
-        print(json.dumps([asdict(table) for table in PUBLISHED_TABLES.values()], indent=2))
-        return
-    for table in PUBLISHED_TABLES.values():
-        divisors, window, texts = (
-            table.divisors,
-            format_length(table.target_length),
-            format_length(table.length),
-        )
-        print(f"{table.name}: {table.parameter} of {table.model} for {window}, texts up to {texts}")
-        print(f"      divisors {divisors[0]:g} ... {divisors[-1]:g}, {len(divisors)} pairs; {table.source}, "
-              f"{table.licence}")  # fmt: skip
-        if table.note:
-            print(f"      note: {table.note}")
-    print("\nUse one: --method longrope --method-parameters long_factor=NAME,short_factor=NAME")
 
 
 def _group(cls: type[Any]) -> str:
