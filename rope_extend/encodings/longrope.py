@@ -93,7 +93,7 @@ class LongRoPE(ScaledRope):
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
         """The encoding for a window; `long_factor` and `short_factor` may be names of published tables.
 
-        `rope-extend methods --tables` lists them.
+        docs/search.md lists them.
 
         Raises:
             RopeExtendError: as `ScaledRope`, or no such table, or it belongs to another model or window.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
 from cases import tiny_llama
 
 import rope_extend as rx
-from rope_extend.cli.main import main
 from rope_extend.encodings import LongRoPE
 from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, PublishedTable
 
@@ -81,15 +79,3 @@ def test_a_name_without_a_model_is_refused() -> None:
         rx.encoding("longrope", factor=32.0, long_factor="ft_la2_128k")
     with pytest.raises(rx.RopeExtendError, match="is for Llama 2 7B"):
         rx.extend(tiny_llama(), 64, "longrope", long_factor="ft_la2_128k")
-
-
-def test_the_command_lists_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["methods", "--tables"])
-    printed = capsys.readouterr().out
-    for table in PUBLISHED_TABLES.values():
-        assert f"{table.name}: {table.parameter} of {table.model}" in printed
-        assert table.source in printed
-    main(["methods", "--tables", "--json"])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == list(PUBLISHED_TABLES)
-    assert all(row["licence"] and row["source"] and row["divisors"] for row in rows)

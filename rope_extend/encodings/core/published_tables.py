@@ -68,7 +68,7 @@ def published_divisors(name: str, parameter: str, shape: RopeShape, target_lengt
     if table is None:
         raise RopeExtendError(
             f"longrope: {parameter} must be a list of numbers, or the name of a published table; got "
-            f"{name!r}. Tables: {', '.join(PUBLISHED_TABLES)} (`rope-extend methods --tables`)"
+            f"{name!r}. Tables: {', '.join(PUBLISHED_TABLES)}"
         )
     wrong = ""
     if parameter != table.parameter:
