@@ -25,7 +25,6 @@ from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.saving import save
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.models.gguf_metadata import gguf_metadata
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
