@@ -31,7 +31,6 @@ class Metadata:
         largest: the largest dimension of a tensor.
         blocks: the number of layers that have tensors.
         embeds: whether the file has an embedding of tokens, as every language model has.
-        float32: whether all matrices are float32.
     """
 
     keys: Mapping[str, Any]
@@ -40,7 +39,6 @@ class Metadata:
     largest: int = 0
     blocks: int = 0
     embeds: bool = True
-    float32: bool = False
 
     @property
     def architecture(self) -> str:
@@ -104,9 +102,6 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             largest=max((int(size) for tensor in tensors.values() for size in tensor.shape), default=0),
             blocks=len({match[1] for name in tensors if (match := _BLOCK.match(name))}),
             embeds=_EMBEDDING in tensors,
-            float32=all(
-                tensor.tensor_type.name == "F32" for tensor in tensors.values() if len(tensor.shape) > 1
-            ),
         )
     except Exception as error:
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error

@@ -13,8 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import replacing_directory
-from rope_extend.report.page import Part, Picture, write_pages
+from rope_extend.files import replacing_files
+from rope_extend.report.page import PAGE, Part, Picture, write_pages
 from rope_extend.report.tables import Code, Line, Section, number, public_name
 from rope_extend.training.metrics import read_metrics, same_text
 from rope_extend.training.recipe import Recipe
@@ -79,7 +79,7 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     """Write `report/` into a run's directory: `report.md`, `report.html` and two figures; returns its path.
 
     The report has the perplexity at every length and evaluation, the loss, the norm of the gradient, speed
-    and memory. `report.html` needs no other file. The directory replaces an earlier report as a whole.
+    and memory. `report.html` needs no other file. The files replace those of an earlier report.
 
     Args:
         directory: directory of the run, with `metrics.jsonl` and `recipe.yaml`.
@@ -94,7 +94,7 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     recipe = Recipe.from_yaml(directory / "recipe.yaml")
     log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
     final = directory / REPORT
-    with replacing_directory(final) as files:
+    with replacing_files(final, last=PAGE) as files:
         pictures = []
         if log.curves:
             heading = "Perplexity against length, before and after training"
