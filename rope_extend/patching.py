@@ -34,12 +34,10 @@ from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
-    missing_attributes,
     nested,
     softmax_scale_of,
     stock_forms,
     stock_parameters,
-    window_values,
     with_carried,
 )
 from rope_extend.models.undo import Removable, UndoLog
@@ -182,7 +180,9 @@ class Patch(Removable):
         config = base.config
         part, old = rotary_part(config)
         old_parameters, old_length = dict(old), part.max_position_embeddings
-        self._set_all(part, missing_attributes(part))
+        if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
+            # Stock transformers needs it for `yarn` and `dynamic`.
+            self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
         softmax_scale = softmax_scale_of(base)
         stock = None
@@ -198,11 +198,12 @@ class Patch(Removable):
             new_bases = [base and parameters["rope_theta"] for base in bases]
             self._undo.set(part, adapter.layer_bases, new_bases)
         self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
-        original = self.shape.trained_length if hasattr(part, ORIGINAL_WINDOW) else None
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._set_all(part, window_values(length, original))
+        self._undo.set(part, "max_position_embeddings", length)
+        if hasattr(part, ORIGINAL_WINDOW):  # transformers prefers it to that in `rope_parameters`
+            self._undo.set(part, ORIGINAL_WINDOW, self.shape.trained_length)
         for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
             self._undo.delete(owner, DUAL_CHUNK_KEY)
         record = {
@@ -221,10 +222,6 @@ class Patch(Removable):
         if base.device.type != "meta":  # on a model without weights, a patch is a dry run
             rope_type = old_parameters.get("rope_type", "default")
             self._log_changes(config.model_type, rope_type, old_length, in_stock=stock is not None)
-
-    def _set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._undo.set(owner, name, value)
 
     def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
         """Log what was replaced, and warn about limits. Python shows only warnings by default."""
@@ -430,15 +427,7 @@ def extend(
     encoding: Encoding
     if start == CURRENT:
         current = current_table(model, trained_length, current_length)
-        shape, product = current.pretrained, extended_again(current, named, target_length, parameters)
-        encoding, factor = product, product.attention_factor(shape, target_length)
-        on_meta = unwrap(model).device.type == "meta"
-        if current.short is not None and factor != current.attention_factor and not on_meta:
-            logger.warning(
-                "texts of up to %d tokens keep their short list, but their factor on cos and sin changes "
-                "from %.4f to %.4f: longrope has one factor for both lists",
-                shape.trained_length, current.attention_factor, factor,
-            )  # fmt: skip
+        shape, encoding = current.pretrained, extended_again(current, named, target_length, parameters)
     else:
         shape = shape_of(model, trained_length)
         if target_length <= shape.trained_length:

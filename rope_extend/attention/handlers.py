@@ -10,7 +10,6 @@ from rope_extend.attention.biases import BiasHandler
 from rope_extend.attention.functions import attention_modules, extended_modules
 from rope_extend.attention.kernel import KernelHandler
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.remaps import RemapHandler
 from rope_extend.attention.rotation import RotationHandler
 from rope_extend.attention.vectors import VectorHandler
 from rope_extend.encodings import (
@@ -19,7 +18,6 @@ from rope_extend.encodings import (
     Encoding,
     LinearAttention,
     ModelShape,
-    RemapEncoding,
     RopeEncoding,
     RopeShape,
 )
@@ -54,8 +52,6 @@ def handler_for(
         return KernelHandler(encoding, adapter, shape)
     normalises = adapter.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
-    if isinstance(encoding, RemapEncoding):
-        return RemapHandler(encoding, adapter, shape, normalised=normalised)
     if isinstance(encoding, RopeEncoding) and (
         encoding.rotates_in_attention or encoding.scales_logits(shape)
     ):

@@ -192,12 +192,7 @@ class KernelHandler(AttentionHandler):
         return output.to(value.dtype).transpose(1, 2).contiguous(), None
 
     def _visible(self, mask: Tensor) -> Tensor:
-        """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32.
-
-        Raises:
-            PatchError: a query does not attend to all tokens before it, as with several documents in a row,
-                or the mask adds to the logits.
-        """
+        """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32."""
         allowed = visible(mask)
         if mask.dtype != torch.bool and not bool(((mask == 0) | ~allowed).all()):
             raise PatchError(f"{self.encoding} has no logits, but the mask of this model adds to them")
@@ -228,11 +223,7 @@ class KernelHandler(AttentionHandler):
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
     def _layer(self, call: AttentionCall) -> Any:
-        """The layer of the cache that a call uses; None if there is no cache.
-
-        Raises:
-            PatchError: it holds tokens without a state, or with a state that cannot be continued.
-        """
+        """The layer of the cache that a call uses; None if there is no cache."""
         past = call.given.get("cache")
         if past is None:
             return None

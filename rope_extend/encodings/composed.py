@@ -189,11 +189,7 @@ class Truncated(ComposedRope):
             self._limits(self.keep_above)
 
     def _limits(self, above: float) -> tuple[float, float, float]:
-        """`(a, b, rho)`.
-
-        Raises:
-            RopeExtendError: b or rho is above a, which would make a slower channel the faster one.
-        """
+        """`(a, b, rho)`."""
         below = above / 8 if self.zero_below is None else self.zero_below
         between = above / 16 if self.between is None else self.between
         if max(below, between) > above:

@@ -24,11 +24,7 @@ from rope_extend.errors import RopeExtendError
 
 
 def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
-    """A list of divisors.
-
-    Raises:
-        RopeExtendError: it is no list of numbers, or a number is out of range.
-    """
+    """A list of divisors."""
     if not isinstance(values, list | tuple) or not values:
         raise RopeExtendError(
             f"{owner}: {field} must be a list of numbers, one for each channel pair, got {values!r}"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.methods import rotary_method
-from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
+from rope_extend.encodings.core.regions import NEAR, Bands, Region
+from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.encodings.static import PlainRope

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rope_extend.checks import FLAG, number
 from rope_extend.encodings.composed import log_n_scale
-from rope_extend.encodings.core.remap import NEAR, Bands, Chunks, Region, RemapEncoding, StartAndWindow
+from rope_extend.encodings.core.regions import NEAR, Bands, Chunks, Region, StartAndWindow
+from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 

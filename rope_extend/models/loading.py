@@ -49,11 +49,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
 
 
 def _refuse_adapter(name: str) -> None:
-    """With peft, transformers would load the base model and the adapter, without the encoding.
-
-    Raises:
-        RopeExtendError: the directory holds an adapter and no model.
-    """
+    """With peft, transformers would load the base model and the adapter, without the encoding."""
     path = Path(name)
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         raise RopeExtendError(

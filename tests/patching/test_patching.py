@@ -6,7 +6,6 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ import rope_extend as rx
 from rope_extend.encodings import RopeShape
 from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
-from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import length_groups, shape_of, trained_length_of, unwrap
 
 IDS = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -130,17 +128,6 @@ def test_the_original_window_of_a_config_comes_back() -> None:
             assert getattr(model.config, name) == TRAINED
         assert getattr(model.config, name) == TRAINED // 2
     assert model.config.to_dict() == before
-
-
-def test_changes_are_undone_the_latest_first() -> None:
-    """Two changes of one attribute come off in reverse order; a new attribute is deleted."""
-    owner, undo = SimpleNamespace(kept=1), UndoLog()
-    for name, value in (("kept", 2), ("new", 3), ("kept", 4), ("new", 5)):
-        undo.set(owner, name, value)
-    assert vars(owner) == {"kept": 4, "new": 5}
-    undo.unwind()
-    assert vars(owner) == {"kept": 1}
-    assert undo.entries == []
 
 
 @pytest.mark.parametrize(

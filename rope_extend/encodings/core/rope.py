@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rope_extend.checks import number
 from rope_extend.encodings.core.encoding import Encoding, encoding_classes
+from rope_extend.encodings.core.regions import NEAR, Borders, Everywhere, Region
 from rope_extend.encodings.core.shapes import MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, RopeShape
 from rope_extend.errors import RopeExtendError
 
@@ -89,6 +90,39 @@ class RopeEncoding(Encoding):
         `[dim/2]` float64, at most 0.
         """
         return None
+
+    @property
+    def borders(self) -> Borders:
+        """Which pairs of a query and a key belong to which region; here, all to one."""
+        return Everywhere()
+
+    def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
+        """How attention rotates the pairs of each region, in the order in which `borders` counts them.
+
+        `length` is the result of `table_length` for the query. `NEAR` are pairs that the model has rotated
+        already.
+        """
+        plain = not self.rotates_in_attention or torch.equal(self.inv_freq(shape, length), shape.inv_freq())
+        kept = plain and self.decay(shape) is None
+        return (NEAR if kept else Region(NEAR.query, NEAR.key, self),)
+
+    def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
+        """Whether attention to a text with positions from `lowest` to `highest` turns no pair."""
+        length = self.table_length(shape, torch.tensor([highest + 1], device="cpu"))
+        return all(region is NEAR for region in self.regions(shape, int(length)))
+
+    def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
+
+        Float64, of the shape of `position_ids` `[...]`. Only if attention rotates.
+        """
+        if not self.rotates_in_attention:
+            return None
+        lengths, which = torch.unique(self.table_length(shape, position_ids + 1), return_inverse=True)
+        factors = [self.attention_factor(shape, length) for length in lengths.tolist()]
+        if all(factor == 1 for factor in factors):
+            return None
+        return torch.tensor(factors, dtype=torch.float64, device=position_ids.device)[which] ** 2
 
     @abstractmethod
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
