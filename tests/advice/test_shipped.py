@@ -97,15 +97,6 @@ def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Pat
         copy_recipe("llama_7b_32k_yarn", tmp_path / "file" / "mine.yaml")
 
 
-def test_the_comments_of_a_copy_say_which_model_they_are_about(tmp_path: Path) -> None:
-    file = copy_recipe("phi2_3b_16k_yarn", tmp_path / "my file.yaml", model="my/own model")
-    about, _, command, *_ = file.read_text(encoding="utf-8").splitlines()
-    assert about == (
-        "# The recipe phi2_3b_16k_yarn with another model; its comments were written for microsoft/phi-2."
-    )
-    assert command == f"# rope-extend finetune '{file}'"
-
-
 @pytest.mark.parametrize(
     "model",
     ["123", "null", "yes", "~/llama", "it's", '"a"', "a\\1", "a\nb", "- x", "m\u00f6del", "x" * 60, "*a"],
@@ -131,12 +122,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["recipe", "model", "window", "24", "GB", "48", "GB", "80", "GB"]
     rows = {line.split()[0]: " ".join(line.split()) for line in lines[1 : len(MODELS) + 1]}
-    assert [*rows][:4] == [
-        "gemma3_1b_64k_yarn",
-        "gemma2_2b_16k_yarn",
-        "gemma_2b_32k_yarn",
-        "gemma_7b_32k_yarn",
-    ]
     assert [*rows] == [recipe.name for recipe in shipped_recipes()]
     assert rows["llama3_8b_32k_yarn"].endswith(
         " meta-llama/Meta-Llama-3-8B 8k to 32k 19.6 GB 32.8 GB 32.8 GB"

@@ -8,9 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,61 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.record import read_record, write_record
-
-
-@contextmanager
-def unprivileged() -> Iterator[Path]:
-    """A directory, in a process that is not root, so that permissions apply."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o777)
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)
-        try:
-            yield Path(name)
-        finally:
-            if root:
-                os.seteuid(0)
-
-
-@contextmanager
-def privileged() -> Iterator[None]:
-    """Become root again inside `unprivileged`."""
-    effective = os.geteuid()
-    os.seteuid(os.getuid())
-    try:
-        yield
-    finally:
-        os.seteuid(effective)
-
-
-@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="this system has no permissions of this kind")
-@each("full", "adapter")
-def test_a_read_only_directory_is_refused(directory: Path) -> None:
-    other = extended("linear")
-    with unprivileged() as place:
-        there, empty = place / "there", place / "empty"
-        with privileged():
-            shutil.copytree(directory, there)
-            empty.mkdir()
-            for path in (*there.iterdir(), there, empty):
-                path.chmod(0o555 if path.is_dir() else 0o444)
-        before = contents(there)
-        for where in (there, empty, empty / "new"):
-            with pytest.raises(RopeExtendError, match=r"cannot save to .*denied.* before is intact"):
-                rx.save(other, where, overwrite=True)
-        with pytest.raises(RopeExtendError, match=r"cannot write .*README.md: .*denied"):
-            write_card(there)
-        with pytest.raises(RopeExtendError, match=r"cannot write .*rope_extend.json: .*denied"):
-            write_record(empty, read_record(there))
-        assert contents(there) == before
-        assert list(empty.iterdir()) == []
-        with privileged():
-            there.chmod(0o755)
-            empty.chmod(0o755)
 
 
 def writes(kind: str, checkpoints: Path) -> Callable[[Path], Any]:

@@ -24,7 +24,6 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.saving import save
-from rope_extend.data.bundled import MODEL_DIR
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -329,21 +328,3 @@ def test_llama_cpp_reads_as_we_do(
         assert alone < 1e-3
     elif case.name != "llama3":  # for which the converter writes the same tensor
         assert alone > 0.1  # the converter alone is wrong
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("method", ["yarn", "ntk_by_parts", "linear"])
-@torch.no_grad()
-def test_the_bundled_model_reads_in_llama_cpp(tmp_path: Path, method: str) -> None:
-    """Trained weights, at 256 positions beyond their trained window."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
-    source = converted(model, tmp_path / "plain.gguf")
-    with rx.extend(model, 2048, method) as patch:
-        record = Record(patch.encoding, patch.shape, 2048, "llama", None)
-        ids = torch.randint(3, 1000, (1, record.shape.trained_length + 256))
-        expected = model(ids).logits[0]
-        files = (annotate(source, tmp_path / "ours.gguf", record), source)
-        gap, alone = ((llama_cpp_logits(f, ids[0].tolist()) - expected).abs().max().item() for f in files)
-    print(f"\n{method} of the bundled model: {gap:.1e}")
-    assert gap < 1e-3 < alone

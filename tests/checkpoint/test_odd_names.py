@@ -71,13 +71,6 @@ def test_the_card_of_an_oddly_named_directory_has_lines_that_run(
     assert listed == "|".join(["merge", name, "--output", merged, "verify", merged, ""])
 
 
-@pytest.mark.slow
-def test_an_oddly_named_directory_is_verified(checkpoints: Path, tmp_path: Path) -> None:
-    """The directory is passed to another process."""
-    directory = Path(shutil.copytree(checkpoints / "full", tmp_path / 'it\'s "odd"\n[x] $(y) 模型'))
-    assert rx.verify(directory).verdict == "equal"
-
-
 def test_a_name_that_the_libraries_cannot_read_is_refused(tmp_path: Path) -> None:
     """Not UTF-8: safetensors cannot open such a file."""
     where = Path(os.fsdecode(bytes(tmp_path) + b"/\xff\xfe"))
