@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_config
+from cases import FAMILIES, TARGET, FamilyCase, llama, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from integrity import IDS, extended, logits, rewritten, unsealed
 from tolerances import assert_same_but_rounding
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import rope_extend as rx
@@ -126,19 +126,6 @@ def test_a_family_s_own_class_refuses_the_config(guarded: tuple[Path, torch.Tens
             make()
     assert config.model_type == "llama"  # and the config still loads
     AutoModelForCausalLM.from_pretrained(directory, config=config, attn_implementation="eager")
-
-
-def test_a_config_alone_makes_the_family_s_model(guarded: tuple[Path, torch.Tensor]) -> None:
-    """As docs/trust.md says: without the encoding, and from `to_dict()` a config with the original window."""
-    directory, _ = guarded
-    config = AutoConfig.from_pretrained(directory)
-    made = AutoModelForCausalLM.from_config(config)
-    assert type(made) is LlamaForCausalLM
-    assert rx.current_patch(made) is None
-    plain = LlamaConfig.from_dict(config.to_dict())
-    assert type(plain) is LlamaConfig
-    assert plain.max_position_embeddings == TRAINED
-    assert rx.current_patch(LlamaForCausalLM(plain)) is None
 
 
 @pytest.mark.parametrize("parameters", [{}, {"long_factor": (1.0, *(4.0,) * 7)}], ids=["ntk", "longrope"])

@@ -300,10 +300,6 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         rx.RopeExtendError, match=r"model.norm.weight .*infinite in torch.float16.*another dtype"
     ):
         rx.merge(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float16)
-    base["model.norm.weight"][0] = float("nan")
-    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(rx.RopeExtendError, match=r"model.norm.weight holds values that are NaN"):
-        rx.merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

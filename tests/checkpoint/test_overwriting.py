@@ -96,6 +96,13 @@ def test_the_card_of_the_former_checkpoint_goes_with_it_unless_somebody_edited_i
     assert contents(directory).get(card.name) == (None if whose == "ours" else before)
 
 
+def test_a_tokenizer_alone_belongs_to_somebody(tmp_path: Path) -> None:
+    files(tmp_path, "tokenizer.json")
+    with pytest.raises(RopeExtendError, match=r"holds tokenizer.json; choose another .*overwrite=True"):
+        publish(tmp_path, "config.json", "tokenizer.json", overwrite=False)
+    assert texts(tmp_path) == {"tokenizer.json": "old"}
+
+
 def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     files(tmp_path, "config.json/mine.txt", "rope_extend.json")
     before = texts(tmp_path)
