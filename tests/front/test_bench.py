@@ -82,8 +82,8 @@ BENCHMARKS: dict[str, tuple[Callable[[], Any], list[str], str, int]] = {
         "float64", 3,
     ),
 }  # fmt: skip
-"""A benchmark at a tiny size, the units of its rows, and of how many rows with a word in their name the figure
-is a count that meets its target at any size."""
+"""A benchmark at a tiny size, the units of its rows, and how many rows with a word in their name have counts
+that meet their target at any size."""
 
 
 @pytest.mark.usefixtures("timed_once")
