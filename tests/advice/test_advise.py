@@ -22,8 +22,6 @@ from rope_extend.advice.describing import describe
 from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
-from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
@@ -231,6 +229,7 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
         ({"gpu": "h1000"}, "Did you mean h100"),
         ({"engine": "ollama"}, "engine must be one of"),
         ({"target_length": "32kb"}, "not a length"),
+        ({"target_length": 1}, "target_length must be at least 2 tokens, got 1"),
     ],
 )
 def test_mistakes(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -384,16 +383,3 @@ def test_the_command_writes_a_recipe_that_runs(
     assert rx.info(values["output_dir"]).encoding == "yarn(factor=4)"
     main([*line, "--json"])
     assert json.loads(capsys.readouterr().out)["recipe_file"] is None
-
-
-def test_a_wrong_target_or_output_is_refused_before_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RopeExtendError, match="target_length must be at least 2 tokens, got 1"):
-        advise(MODEL_DIR, 1)
-    monkeypatch.setattr("rope_extend.advice.answer.advise", lambda *_, **__: pytest.fail("estimated"))
-    (tmp_path / "file").write_text("x")
-    for output, message in (("file/a.yaml", "file' is a file"), (".", "is a directory")):
-        with pytest.raises(SystemExit):
-            main(["advise", str(MODEL_DIR), "--target-length", "2k", "--output", str(tmp_path / output)])
-        assert message in capsys.readouterr().err
