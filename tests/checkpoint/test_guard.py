@@ -13,14 +13,13 @@ import pytest
 import torch
 from cases import FAMILIES, TARGET, FamilyCase, llama, tiny_config
 from huggingface_hub.errors import StrictDataclassError
-from integrity import IDS, extended, logits, rewritten, unsealed
+from integrity import extended, logits
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.model_type import MODEL_TYPE, guarded_config, plain_config
 
 
@@ -137,16 +136,3 @@ def test_a_table_for_each_query_is_guarded(tmp_path: Path, parameters: dict[str,
     directory = rx.save(model, tmp_path / "saved")
     assert config_of(directory)["model_type"] == MODEL_TYPE
     assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
-
-
-def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:
-    """A user may have set a guard although the target supports the encoding."""
-    model = extended("yarn")
-    directory = rx.save(model, tmp_path / "saved")
-    plain = config_of(directory)
-    rewritten(directory / "config.json", guarded_config)
-    out = export(unsealed(directory), tmp_path / "out", verify=False)
-    assert config_of(out) == plain
-    with torch.no_grad():
-        stock = LlamaForCausalLM.from_pretrained(out)(IDS).logits
-    torch.testing.assert_close(stock, logits(model), rtol=0, atol=1e-4)

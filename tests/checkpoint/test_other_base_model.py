@@ -134,13 +134,6 @@ def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
     refused(adapter, "has other weights", by="load")
 
 
-def test_tokens_of_one_half_of_tied_embeddings_are_not_merged_into_both(tmp_path: Path) -> None:
-    adapter, expected = with_tokens(tmp_path, {"lm_head": [3]}, tie_word_embeddings=True)
-    assert torch.equal(logits(rx.load(adapter)), expected)
-    merged = rx.merge(adapter, tmp_path / "merged")
-    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(merged)), expected)
-
-
 def test_the_fingerprint_covers_matrices_of_experts() -> None:
     """Mixtral's experts are one tensor with three dimensions."""
     torch.manual_seed(0)
