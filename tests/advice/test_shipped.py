@@ -60,20 +60,13 @@ def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
         assert str(step.memory_options) in said
 
 
-@pytest.mark.slow
-def test_the_memory_of_one_recipe(tmp_path: Path) -> None:
-    figures("tinyllama_1b_32k_yarn", tmp_path, (24,))
+SOME = {"tinyllama_1b_32k_yarn", "phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SOME else pytest.mark.full) for n in MODELS]
+)
 def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
-    figures(name, tmp_path, (24, 80))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_the_memory_of_all_recipes(name: str, tmp_path: Path) -> None:
     figures(name, tmp_path, SIZES)
 
 

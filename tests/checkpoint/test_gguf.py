@@ -141,23 +141,6 @@ def test_architectures_are_given_what_they_read() -> None:
             names(case, "qwen3")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"GGUF", b"not a model at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64]
-)
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(RopeExtendError, match=r"cannot read .*bad.gguf as GGUF"):
-        annotate(tmp_path / "bad.gguf", tmp_path / "ours.gguf", record(ROWS["yarn"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
-
-
-def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:
-    path = converted(llama(), tmp_path / "other.gguf", **{"+split.count": 2})
-    with pytest.raises(RopeExtendError, match="split into 2 files"):
-        annotate(path, tmp_path / "ours.gguf", record(ROWS["yarn"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["other.gguf"]
-
-
 def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = converted(llama(), tmp_path / "other.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -119,7 +119,7 @@ def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.T
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}], ids=["list", "dict"])
+@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}, {"lm_head": [3]}], ids=str)
 def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
     tmp_path: Path, indices: Any, tied: bool
 ) -> None:
