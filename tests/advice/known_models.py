@@ -39,16 +39,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama2-7b": _config("llama", (4096, 11_008, 32, 32, 32), 32_000, 4096, 1e4),
     "llama3-8b": _config("llama", (4096, 14_336, 32, 32, 8), 128_256, 8192, 5e5),
     "llama31-8b": _config("llama", (4096, 14_336, 32, 32, 8), 128_256, 131_072, 5e5, rope_scaling=_LLAMA_31),
-    "llama32-1b": _config(
-        "llama", (2048, 8192, 16, 32, 8), 128_256, 131_072, 5e5, rope_scaling={**_LLAMA_31, "factor": 32.0}
-    ),
     "tinyllama-1b": _config("llama", (2048, 5632, 22, 32, 4), 32_000, 2048, 1e4),
     "smollm2-1.7b": _config("llama", (2048, 8192, 24, 32, 32), 49_152, 8192, 130_000.0),
     "qwen2-7b": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 131_072, 1e6),
     "qwen25-7b-instruct": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 32_768, 1e6),
     "qwen25-3b": _config("qwen2", (2048, 11_008, 36, 16, 2), 151_936, 32_768, 1e6),
     "qwen25-math-7b": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 4096, 1e4),
-    "qwen3-1.7b-base": _config("qwen3", (2048, 6144, 28, 16, 8), 151_936, 32_768, 1e6, head_dim=128),
     "qwen3-8b": _config("qwen3", (4096, 12_288, 36, 32, 8), 151_936, 40_960, 1e6, head_dim=128),
     "mistral-7b-v0.1": _config(
         "mistral", (4096, 14_336, 32, 32, 8), 32_000, 32_768, 1e4, sliding_window=4096
