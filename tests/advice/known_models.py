@@ -45,6 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen25-7b-instruct": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 32_768, 1e6),
     "qwen25-3b": _config("qwen2", (2048, 11_008, 36, 16, 2), 151_936, 32_768, 1e6),
     "qwen25-math-7b": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 4096, 1e4),
+    "qwen3-1.7b-base": _config("qwen3", (2048, 6144, 28, 16, 8), 151_936, 32_768, 1e6, head_dim=128),
     "qwen3-8b": _config("qwen3", (4096, 12_288, 36, 32, 8), 151_936, 40_960, 1e6, head_dim=128),
     "mistral-7b-v0.1": _config(
         "mistral", (4096, 14_336, 32, 32, 8), 32_000, 32_768, 1e4, sliding_window=4096
