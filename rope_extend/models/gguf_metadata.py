@@ -170,25 +170,22 @@ _KEYS: Mapping[str, Check] = {
 """The values of keys that are the same for all architectures."""
 _OF_ARCHITECTURE: Mapping[str, Check] = {
     "context_length": whole(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
-    "attention.layer_norm_epsilon": _EPSILON, "attn_logit_softcapping": _SCALE,
-    "final_logit_softcapping": _SCALE, "rope.dimension_count": whole(2, MAX_DIM),
-    "rope.freq_base": number(1, above=True), "rope.freq_base_swa": number(1, above=True),
+    "rope.dimension_count": whole(2, MAX_DIM),
+    "rope.freq_base": number(1, above=True),
     "rope.scale_linear": _factor, "rope.scaling.factor": _factor, "rope.scaling.type": _name,
     "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
     "rope.scaling.yarn_beta_fast": _SCALE, "rope.scaling.yarn_beta_slow": _SCALE,
     "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
-    "attention.sliding_window": whole(0, MAX_LENGTH),
 }  # fmt: skip
 """The values of keys below the architecture's name."""
 _SIZES = (
     "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.kv_lora_rank",
-    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "expert_count",
 )  # fmt: skip
 """Keys that no tensor is smaller than."""
 _BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 """Those of which some files have one value for each layer."""
-_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "attention.kv_lora_rank", "expert")
+_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "expert_count")
 
 
 def _check(path: Path, metadata: Metadata) -> None:
