@@ -125,9 +125,13 @@ def test_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parts_of_scripts_are_in_a_script() -> None:
-    """`py` marks a part of a script; `python` a block that runs by itself."""
-    scripts = "".join(read(f"scripts/{path.name}") for path in (ROOT / "scripts").glob("*.py"))
-    parts = [block.text for block in BLOCKS if block.language == "py"]
+    """`py` marks a part of a script, without its indentation; `python` a block that runs by itself."""
+
+    def flat(text: str) -> str:
+        return "".join(f"{line.strip()}\n" for line in text.splitlines())
+
+    scripts = "".join(flat(read(f"scripts/{path.name}")) for path in (ROOT / "scripts").glob("*.py"))
+    parts = [flat(block.text) for block in BLOCKS if block.language == "py"]
     assert parts
     assert not [part for part in parts if part not in scripts]
 
