@@ -64,7 +64,9 @@ def test_a_reach_is_the_longest_text_with_trained_distances() -> None:
         assert isinstance(method, RemapEncoding)
         reach = method.target_length(shape(32))
         assert reach is not None
-        assert method.largest_distance(shape(32), reach) < 32 <= method.largest_distance(shape(32), reach + 3)
+        keys = [torch.arange(length) for length in (reach, reach + 3)]
+        within, beyond = (float(method.distance(shape(32), each[-1:], each).max()) for each in keys)
+        assert within < 32 <= beyond
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
