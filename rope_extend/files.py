@@ -182,19 +182,3 @@ def replacing_files(directory: Path, *, last: str) -> Iterator[Path]:
             os.replace(partial / name, directory / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def replacing_directory(final: Path) -> Iterator[Path]:
-    """Fill a directory that appears under `final` when the block ends; an earlier one stays if it raises.
-
-    Raises:
-        OSError: the directory cannot be created or renamed.
-    """
-    partial = _temporary_name(final)
-    partial.mkdir()
-    try:
-        yield partial
-        publish_directory(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

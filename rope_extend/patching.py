@@ -30,7 +30,7 @@ from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
-from rope_extend.models.rotary import ExtendedRotaryEmbedding, RotarySlot
+from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
@@ -49,7 +49,6 @@ from rope_extend.models.view import (
     active_table,
     is_soft_capped,
     rotary_part,
-    rotary_sections,
     shape_of,
     unwrap,
 )
@@ -69,14 +68,6 @@ def current_patch(model: nn.Module) -> Patch | None:
 def _no_rotation(shape: RopeShape) -> RopeEncoding:
     """A rotary schedule of zero frequencies, for encodings that are not rotary."""
     return rotary_method("nope").for_target(shape, shape.trained_length)
-
-
-def _plain_module(rotary: Any, layer_type: str | None) -> Any:
-    """The stock rotary module behind a module, if it rotates by plain RoPE; otherwise None."""
-    if isinstance(rotary, ExtendedRotaryEmbedding):
-        return rotary.plain
-    kinds = rotary.rope_type
-    return rotary if (kinds if layer_type is None else kinds[layer_type]) == "default" else None
 
 
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
@@ -178,23 +169,9 @@ class Patch(Removable):
     def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
         """Replace a rotary module by an `ExtendedRotaryEmbedding`."""
         parent_path, _, name = path.rpartition(".")
-        layer_type = adapter.layer_type(base.config)
-        patched = isinstance(module, ExtendedRotaryEmbedding)
-        original: Any = module.original if layer_type and patched else module
-        table = original.inv_freq if layer_type is None else getattr(original, f"{layer_type}_inv_freq")
-        slot = RotarySlot(
-            adapter.rotary_config(base.config),
-            pairs=table.shape[-1],
-            device=table.device,
-            layout=adapter.layout,
-            original=original,
-            plain=_plain_module(module, layer_type),
-            marked=self._handler is not None,
-            layer_type=layer_type,
-            sections=rotary_sections(module) if adapter.sections else (),
-            dtype=torch.float32 if base.config.model_type in adapter.in_float32 else None,
+        extended = ExtendedRotaryEmbedding(
+            self.rotary, self.shape, module, adapter, base.config, marked=self._handler is not None
         )
-        extended = ExtendedRotaryEmbedding(self.rotary, self.shape, slot)
         extended.train(module.training)
         if self._handler is not None:
             self._handler.rotary = extended

@@ -173,7 +173,7 @@ ALTERNATIVES = [
     AlternativeCase("sandwich", sandwich(16), parameters={"dim": 16}, label="sandwich-16"),
     AlternativeCase("linear_attention"),
     AlternativeCase("shaw"),
-    AlternativeCase("shaw", parameters={"reach": 5, "values": True}, label="shaw-values"),
+    AlternativeCase("shaw", parameters={"reach": 5}, label="shaw-near"),
     AlternativeCase("sinusoidal", vectors=sinusoidal(1.0, 10_000.0)),
     AlternativeCase(
         "sinusoidal",

@@ -37,7 +37,16 @@ def converted(
     the `tables` of divisors are added.
     """
     config = model.config
-    writer, names = _begun(config, path)
+    arch = config.model_type
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    writer, names = gguf.GGUFWriter(path, arch), gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_key_length(head_dim)
@@ -66,42 +75,6 @@ def converted(
         kind = quantized if data.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(stored, gguf.quantize(data, kind), raw_dtype=kind)
     return _written(writer, path)
-
-
-def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: float = 0.0) -> Path:
-    """The file of a model of any architecture.
-
-    `keys` are below the architecture's name, besides those of the sizes. Weights of norms are stored with
-    `norm_offset` added, as llama.cpp's converter does for Gemma and Nemotron.
-    """
-    config = model.config
-    writer, names = _begun(config, path)
-    writer.add_pad_token_id(0)
-    add_tokens(writer, config.vocab_size)
-    _add_keys(writer, keys)
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        inner, suffix = name.rsplit(".", 1)
-        offset = norm_offset if "norm" in name and suffix == "weight" else 0.0
-        data = np.ascontiguousarray(weight.float().numpy() + np.float32(offset))
-        writer.add_tensor(f"{names.get_name(inner)}.{suffix}", data)
-    return _written(writer, path)
-
-
-def _begun(config: Any, path: Path) -> tuple[Any, Any]:
-    """A writer that has the sizes of a model, and the package's names of its tensors."""
-    arch = config.model_type.removesuffix("_text")
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_vocab_size(config.vocab_size)
-    return writer, gguf.get_tensor_name_map(kind, config.num_hidden_layers)
 
 
 def without_weights(path: Path, arch: str, tensors: tuple[str, ...] = (), **keys: Any) -> Path:

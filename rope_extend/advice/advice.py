@@ -11,7 +11,6 @@ import yaml
 
 from rope_extend.advice.advised_recipe import Work
 from rope_extend.advice.question import Window
-from rope_extend.advice.serving import Serving
 from rope_extend.checks import field_hints
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
@@ -62,8 +61,8 @@ class Advice:
         commands: the commands that follow, in order; those that measure if nothing is to be done.
         criteria: what to reach before it can be called a success; empty if there is nothing to measure.
         notes: what to know in addition.
-        serving: how the chosen engine serves the result, of the training if there is one; None if none was
-            chosen, or nothing changes.
+        serving: the commands with which the chosen engine serves the result, of the training if there is one;
+            a line with `#` is a comment. Empty if no engine was chosen, or nothing changes.
         start: what is extended: plain RoPE (`pretrained`), or the scaling of a model that was trained under
             it (`current`).
         engines: the engines that compute `method` for this family without rope_extend, as far as we know.
@@ -85,7 +84,7 @@ class Advice:
     commands: tuple[str, ...] = ()
     criteria: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    serving: Serving | None = None
+    serving: tuple[str, ...] = ()
     start: str = PRETRAINED
     engines: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The recipe that `advise` writes: its fields, as much training as evidence and hours say, and what it costs.
+"""The recipe that `advise` writes: its fields, as much training as evidence says, and what it costs.
 
 Memory is that of a dry run of the recipe's step, and hours follow from its operations.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -48,14 +47,6 @@ LONGEST_BOOKS = 131_072
 """Tokens that enough books of PG-19 have: the mean is about 100k."""
 
 
-class Hours(NamedTuple):
-    """How long the training takes on a GPU: at the higher and at the lower share of its peak."""
-
-    gpu: str
-    least: float
-    most: float
-
-
 @dataclass(frozen=True)
 class Work:
     """What the training computes.
@@ -64,13 +55,15 @@ class Work:
         steps: optimizer steps.
         tokens: tokens in all steps.
         operations: floating-point operations in all steps, recomputation included.
-        hours: on the GPU; None if only its memory is known.
+        gpu: the name of the GPU.
+        hours: on it, at the higher and at the lower share of its peak; None if only its memory is known.
     """
 
     steps: int
     tokens: int
     operations: float
-    hours: Hours | None
+    gpu: str
+    hours: tuple[float, float] | None
 
 
 def first_fields(question: Question, data: str | None) -> dict[str, Any]:
@@ -103,11 +96,6 @@ def sequences_per_step(length: int) -> int:
     return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
 
 
-def short_blocks(fields: Mapping[str, Any], trained_length: int) -> dict[str, Any]:
-    """The recipe with blocks of the trained window and positions from the target window."""
-    return {**fields, "block_length": trained_length, "positions": "pose"}
-
-
 def fit(
     fields: Mapping[str, Any], trained_length: int, gpu: Gpu
 ) -> tuple[dict[str, Any], TrainingPlan, str | None]:
@@ -124,9 +112,11 @@ def fit(
     Raises:
         RopeExtendError: the recipe does not work with its model.
     """
-    attempts = [dict(fields)]
-    if "positions" not in fields:
-        attempts.append(short_blocks(fields, trained_length))
+    short = {
+        "block_length": trained_length, "positions": "pose", "steps": SHORT_BLOCK_STEPS,
+        "gradient_accumulation": sequences_per_step(trained_length),
+    }  # fmt: skip
+    attempts = [dict(fields), {**fields, **short}]
     first: TrainingPlan | None = None
     for attempt in attempts:
         try:
@@ -143,46 +133,6 @@ def fit(
         first = first or small
     assert first is not None
     return dict(fields), first, None
-
-
-def within_hours(
-    fields: dict[str, Any],
-    memory: TrainingPlan,
-    gpu: Gpu,
-    hours: float | None,
-    trained: int,
-    notes: list[str],
-) -> tuple[dict[str, Any], TrainingPlan, Work | None]:
-    """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes.
-
-    Fewer hours give fewer steps, then shorter blocks, then fewer sequences per step.
-    """
-    if fields.get("positions"):
-        sequences = sequences_per_step(fields["block_length"])
-        fields = {**fields, "steps": SHORT_BLOCK_STEPS, "gradient_accumulation": sequences}
-    operations = operations_per_token(fields, memory)
-    if operations is None:
-        notes.append("The operations of this family cannot be counted, so no hours are estimated.")
-        return fields, memory, None
-    amount = work(fields, operations, gpu)
-    if hours is None or amount.hours is None or amount.hours.most <= hours:
-        return fields, memory, amount
-    steps = int(fields["steps"] * hours / amount.hours.most)
-    if steps < FEWEST_STEPS and not fields.get("positions"):
-        full = {key: value for key, value in fields.items() if key != "quantize"}  # short blocks need less
-        with suppress(RopeExtendError):  # not every family takes sampled positions
-            shorter, memory, _ = fit(short_blocks(full, trained), trained, gpu)
-            return within_hours(shorter, memory, gpu, hours, trained, notes)
-    if steps < FEWEST_STEPS:
-        sequences = fields["gradient_accumulation"] * steps // FEWEST_STEPS
-        if sequences < 1:
-            notes.append(
-                f"{hours:g} h are not enough for {FEWEST_STEPS} steps of one sequence, and fewer steps "
-                f"change little. The recipe has {FEWEST_STEPS}; allow more hours, or use a faster GPU."
-            )
-        fields = {**fields, "gradient_accumulation": max(sequences, 1)}
-    fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
-    return fields, memory, work(fields, operations, gpu)
 
 
 def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> float | None:
@@ -216,12 +166,15 @@ def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> flo
     return total
 
 
-def work(fields: Mapping[str, Any], operations: float, gpu: Gpu) -> Work:
-    """Tokens, operations and hours of a recipe whose training has these operations per token."""
+def work(fields: Mapping[str, Any], memory: TrainingPlan, gpu: Gpu) -> Work | None:
+    """Tokens, operations and hours of a recipe; None if the operations of its family cannot be counted."""
+    operations = operations_per_token(fields, memory)
+    if operations is None:
+        return None
     recipe = Recipe.from_dict(fields)
     tokens = recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length
-    if gpu.peak is None:
-        return Work(recipe.steps, tokens, tokens * operations, None)
-    seconds = tokens * operations / gpu.peak
-    least, most = (seconds / share / 3600 for share in reversed(UTILISATION))
-    return Work(recipe.steps, tokens, tokens * operations, Hours(gpu.name, least, most))
+    hours = None
+    if gpu.peak is not None:
+        least, most = (tokens * operations / gpu.peak / share / 3600 for share in reversed(UTILISATION))
+        hours = least, most
+    return Work(recipe.steps, tokens, tokens * operations, gpu.name, hours)

@@ -8,7 +8,7 @@ from os import PathLike
 from shlex import quote
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from rope_extend.advice.advice import (
     CRITERIA,
@@ -21,9 +21,8 @@ from rope_extend.advice.advice import (
     UNTRAINED,
     Advice,
 )
-from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, within_hours
+from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, work
 from rope_extend.advice.question import STANZA_LONGEST, STANZA_ORIGINAL, Question, Window, window_of_config
-from rope_extend.advice.serving import serving
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
@@ -33,7 +32,6 @@ from rope_extend.memory.gpus import Gpu, find_gpu
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.families import adapter_for
-from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.training.step_plan import TrainingPlan
@@ -46,8 +44,6 @@ UNTRAINED_FACTOR = 2.0
 On the bundled model, `dynamic_yarn` at 2 times the window is within 0.5 % of cropping, and leaves short texts
 as they were. At 4 times it is 2 % worse than cropping, and `yarn` 14 %.
 """
-LARGEST_FACTOR = 32.0
-"""The largest factor of the YaRN paper (2309.00071), from 4k to 128k."""
 
 
 def advise(
@@ -55,7 +51,6 @@ def advise(
     target_length: int | str,
     *,
     gpu: str | None = None,
-    hours: float | None = None,
     engine: str | None = None,
     data: str | None = None,
     trained_length: int | None = None,
@@ -66,7 +61,6 @@ def advise(
         model: a local directory or a hub id.
         target_length: the window, in tokens or as `"32k"`.
         gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default an H100.
-        hours: the longest that training may take on that GPU, which must not be given by its memory.
         engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         data: long documents for the recipe; by default PG-19, which are books.
         trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
@@ -75,25 +69,17 @@ def advise(
         The advice. `verdict` says whether anything is to be done at all.
 
     Raises:
-        RopeExtendError: no such model, a window of one token, an unknown GPU or engine, hours without the
-            name of a GPU, or a config that does not state the pretrained window.
+        RopeExtendError: no such model, a window of one token, or an unknown GPU or engine.
         UnsupportedModelError: the model's family is not supported.
     """
     name, target, device = expand_home(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
     if target < 2:
         raise RopeExtendError(f"target_length must be at least 2 tokens, got {target}; give one such as 32k")
-    _check(engine, hours, device)
+    if engine is not None and engine not in TARGETS:
+        raise RopeExtendError(f"engine must be one of {', '.join(TARGETS)}, got {engine!r}")
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)
     window = window_of_config(config)
-    if not _states_window(name, config):
-        if trained_length is None:
-            raise RopeExtendError(
-                f"the config of {name} does not state a window (max_position_embeddings); give "
-                "trained_length="
-            )
-        if not window.scaled:
-            window = Window(trained_length, "you say so, and its config does not state one", window.local)
     if trained_length is not None and trained_length > window.tokens:
         said = f"you say so, and its config says {format_length(window.tokens)}"
         window = replace(window, tokens=trained_length, source=said)
@@ -109,33 +95,7 @@ def advise(
     )  # fmt: skip
     if window.stanza and target <= STANZA_LONGEST and trained_length is None:
         return _by_the_makers(question)
-    return _train(question, device, hours, data)
-
-
-def _states_window(name: str, config: Any) -> bool:
-    """Whether the config file has a window; transformers replaces a missing one by the class default.
-
-    Only the default of a nested config is the model's own: there, transformers left out values that equal it,
-    as in the file of Gemma 3 4B.
-    """
-    if gguf_file(name) is not None or config.get_text_config(decoder=True) is not config:
-        return True
-    key = "max_position_embeddings"
-    values, _ = PretrainedConfig.get_config_dict(name)
-    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-    return any({key, config.attribute_map.get(key, key)} & part.keys() for part in parts)
-
-
-def _check(engine: str | None, hours: float | None, gpu: Gpu) -> None:
-    if engine is not None and engine not in TARGETS:
-        raise RopeExtendError(f"engine must be one of {', '.join(TARGETS)}, got {engine!r}")
-    if hours is not None and not 0 < hours < float("inf"):
-        raise RopeExtendError(f"hours must be a number above 0, got {hours}")
-    if hours is not None and gpu.peak is None:
-        raise RopeExtendError(
-            f"hours={hours:g} needs the speed of the GPU, and only its memory is known ({gpu.name}); name a "
-            "GPU, as in gpu='h100'"
-        )
+    return _train(question, device, data)
 
 
 def _nothing_to_do(
@@ -185,17 +145,14 @@ def _by_the_makers(question: Question) -> Advice:
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
         commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
-        serving=serving(question, "yarn", None), engines=question.engines("yarn"),
+        serving=question.serving("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
-def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
+def _train(question: Question, gpu: Gpu, data: str | None) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
-    notes: list[str] = []
     fields, memory, no_short_blocks = fit(first_fields(question, data), question.extended, gpu)
-    amount = None
-    if memory.fits:
-        fields, memory, amount = within_hours(fields, memory, gpu, hours, question.extended, notes)
+    amount = work(fields, memory, gpu) if memory.fits else None
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
     untrained = None
@@ -212,12 +169,12 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
         misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
     method = "yarn" if run else untrained
-    served = serving(question, method, run) if method else None
+    served = question.serving(method, run) if method else ()
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason,
         trained_length=question.extended, factor=question.factor, method="yarn", untrained_method=untrained,
         recipe=fields, memory=memory, work=amount, commands=commands, criteria=CRITERIA if commands else (),
-        notes=(*notes, *_notes(question, fields, memory)), serving=served, start=question.start,
+        notes=tuple(_notes(question, fields, memory)), serving=served, start=question.start,
         engines=question.engines("yarn"),
     )  # fmt: skip
 
@@ -265,11 +222,6 @@ def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) 
             "This checkpoint is quantised. Its weights are counted by the size of its files, so the memory "
             "is too low if they are not here yet."
         )
-    if question.factor > LARGEST_FACTOR:
-        yield (
-            f"A factor of {question.factor:g} is beyond what the YaRN paper has tried ({LARGEST_FACTOR:g}). "
-            "Expect to need several stages."
-        )
     if question.current is not None:
         yield (
             "`none` and the untrained methods of `evaluate` replace the scaling, and count from "
@@ -286,10 +238,7 @@ def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) 
     if not fields:
         return
     if memory.chosen.quantized:
-        yield (
-            "Weights of 4 bits need pip install 'rope_extend[quantize]'. They are slower, and the hours do "
-            "not count that."
-        )
+        yield "Weights of 4 bits are slower, and the hours do not count that."
     if not memory.evaluates:
         yield "The run's evaluations do not fit next to the training. Evaluate after it."
     if fields["data"] == BOOKS and question.target > LONGEST_BOOKS:

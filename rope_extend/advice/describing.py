@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from textwrap import fill
 
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.advised_recipe import Work
-from rope_extend.advice.serving import Serving
 from rope_extend.memory.gpus import UTILISATION
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_duration, format_length
@@ -37,7 +35,8 @@ def describe(advice: Advice, recipe_file: str | None = None) -> str:
             lines.append("  (first write the recipe: add --output recipe.yaml to this command)")
         lines += [f"  {command}" for command in named.commands]
     if advice.serving:
-        lines += _serving(advice.serving, ", after the training" if advice.recipe else "")
+        when = ", after the training" if advice.recipe else ""
+        lines += [f"\nserve{when}:", *(f"  {line}" for line in advice.serving)]
     if advice.criteria:
         lines.append("\nit is a success if")
         lines += [fill(f"  - {criterion}", _WIDTH, subsequent_indent="    ") for criterion in advice.criteria]
@@ -78,21 +77,7 @@ def _memory(memory: TrainingPlan) -> str:
 def _hours(work: Work) -> str:
     if work.hours is None:
         return "name the GPU for an estimate, as in --gpu h100"
-    gpu, shortest, longest = work.hours
-    span = f"{gpu} {format_duration(3600 * shortest)} to {format_duration(3600 * longest)}"
+    shortest, longest = (format_duration(3600 * hours) for hours in work.hours)
+    span = f"{work.gpu} {shortest} to {longest}"
     least, most = (f"{100 * share:.0f}" for share in UTILISATION)
     return f"{span}. Calculated for {least} to {most} % of the GPU's peak, without evaluations; not measured"
-
-
-def _serving(serving: Serving, when: str) -> Iterator[str]:
-    yield f"\nserve with {serving.engine}{when} ({serving.reason}):"
-    if not serving.steps:
-        yield "  so there are no steps for it; choose another engine, or another method"
-        return
-    if any(step.language == "python" for step in serving.steps):
-        yield "  >>> import rope_extend as rx"
-        yield "  >>> from transformers import AutoModelForCausalLM, AutoTokenizer"
-    for step in serving.steps:
-        yield f"  >>> {step.line}" if step.language == "python" else f"  {step.line}"
-    if serving.config:
-        yield f"  # its config.json then has: {json.dumps(serving.config)}"

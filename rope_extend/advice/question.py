@@ -7,10 +7,11 @@ from shlex import quote
 from typing import Any
 
 from rope_extend.checkpoint.export.support import support
-from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.checkpoint.export.targets import TARGETS, commands
 from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.current_table import CurrentTable, extended_again
+from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.view import (
     config_record,
     current_window,
@@ -124,6 +125,32 @@ class Question:
             for name in TARGETS
             if support(encoding, self.shape, name, self.model_type, target_length=self.target).possible
         )
+
+    def serving(self, method: str, run: str | None) -> tuple[str, ...]:
+        """The commands with which the engine serves a method, or the adapter of a run, if one was chosen.
+
+        Every command states the window, so that training and serving agree.
+        """
+        if (engine := self.engine) is None:
+            return ()
+        form = support(self.encoding(method), self.shape, engine, self.model_type, target_length=self.target)
+        if not form.possible:
+            return (f"# {engine} does not run {method} of this family: {form.reason}",)
+        lines, model, base, checkpoint = list[str](), self.model, "", run or "extended"
+        if gguf_file(model) is not None:  # merging and the servers need a checkpoint
+            model = base = f"{run}-base" if run else "converted"
+            lines.append(f"{CONVERT} {quote(self.model)} --dtype bfloat16 --output {quote(base)}")
+        if run is None:
+            base, stated = "", f", trained_length={self.stated}" if self.stated else ""
+            lines.append(
+                f"# in Python, with the model of {model}: rx.extend(model, {self.target}, "
+                f"{method!r}{stated}); rx.save(model, 'extended', tokenizer)"
+            )
+        elif TARGETS[engine].reads == "gguf":
+            option, checkpoint = f" --base-model {quote(base)}" if base else "", f"{run}-merged"
+            lines.append(f"rope-extend merge {quote(run)}{option} --output {quote(checkpoint)}")
+            base = ""
+        return (*lines, *commands(engine, checkpoint, self.target, base_model=base))
 
     def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
         """The commands that measure perplexity and passkeys with their control, of methods or of a run."""

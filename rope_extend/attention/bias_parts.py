@@ -40,14 +40,12 @@ class CallPositions:
         queries: positions `[rows, Q]`; rows is 1 or the batch size.
         keys: positions `[rows, K]` of the keys of the call; the last Q are those of the queries.
         gapless: whether each position is one more than the position before it.
-        last: the greatest position of a query.
         farthest: the greatest distance from a query to a key, in any row.
     """
 
     queries: Tensor
     keys: Tensor
     gapless: bool
-    last: int
     farthest: int
 
     @classmethod
@@ -58,7 +56,6 @@ class CallPositions:
             to_device(queries, device).expand(rows, -1),
             to_device(keys, device).expand(rows, -1),
             bool((keys.diff() == 1).all()),
-            int(queries.max()),
             int((queries.amax(dim=1) - keys.amin(dim=1)).max()),
         )
 
@@ -120,12 +117,10 @@ class PartialBias:
         shape: the sizes that the bias follows from, with the number of heads of the layer.
         positions: the positions of queries and keys.
         learned: the learned parameters; gradients reach them through `sources`.
-        until: the last query position at which the bias depends on the distance alone.
         causal: whether the bias also excludes the keys after a query; otherwise a mask does.
 
     Attributes:
         sources: the tensors that parts are computed from: the table, or the learned parameters.
-        needs_weights: whether attention weights are needed to compute the output, see `values`.
     """
 
     def __init__(
@@ -135,7 +130,6 @@ class PartialBias:
         positions: CallPositions,
         learned: Mapping[str, Tensor],
         *,
-        until: float,
         causal: bool,
     ) -> None:
         self.encoding = encoding
@@ -143,13 +137,8 @@ class PartialBias:
         self.positions = positions
         self.causal = causal
         self.names = tuple(learned)
-        self.table = self.needs_weights = False
-        if isinstance(encoding, Shaw):
-            self.needs_weights = "value_vectors" in learned
-            self.sources = tuple(learned.values())
-            return
         device, keys = positions.keys.device, positions.keys.shape[1]
-        self.table = positions.last <= until and (positions.gapless or positions.farthest < 4 * keys)
+        self.table = encoding.by_distance and (positions.gapless or positions.farthest < 4 * keys)
         if not self.table:
             self.sources = tuple(learned.values())
             return
@@ -184,9 +173,7 @@ class PartialBias:
         queries = positions.queries[:, start:stop].flip(1)[:, :, None]
         distance = queries - positions.keys[:, None, first:end]
         if isinstance(self.encoding, Shaw):
-            vectors = self._learned(sources)["key_vectors"]
-            index = self._ranges(start, stop, first, end)
-            bias = (query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
+            bias = self.encoding.bias_of(query, distance.clamp(min=0), self._learned(sources))
         elif self.table:
             (table,) = sources
             index = table.shape[1] - 1 - distance.clamp(min=0)
@@ -202,25 +189,6 @@ class PartialBias:
             positions.before + stop - 1, positions.before + start - 1, -1, device=bias.device
         )
         return bias.masked_fill(keys > last_key[:, None], -math.inf)
-
-    def values(
-        self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], weights: Tensor
-    ) -> Tensor:
-        """The addition of vectors on values to the output of queries `stop - 1` down to `start`.
-
-        `weights` `[batch, heads, stop - start, end - first]` are the attention weights. Returns
-        `[batch, heads, stop - start, value_dim]`.
-        """
-        vectors = self._learned(sources)["value_vectors"]
-        index = self._ranges(start, stop, first, end).expand_as(weights)
-        shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
-        return shares @ vectors.to(shares.dtype)
-
-    def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
-        """The range that each distance falls into, `[rows, 1, stop - start, end - first]`."""
-        assert isinstance(self.encoding, Shaw)
-        queries = self.positions.queries[:, start:stop].flip(1)[:, :, None]
-        return self.encoding.ranges((queries - self.positions.keys[:, None, first:end]).clamp(min=0))[:, None]
 
     def _learned(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.names, sources, strict=True))

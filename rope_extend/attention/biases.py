@@ -9,22 +9,18 @@ pass. So memory grows linearly with the length.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, in_blocks, rows_of_part
-from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import visible
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import own_function, without_cudnn
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError
 from rope_extend.models.planned_device import device_of
@@ -52,7 +48,7 @@ class BiasHandler(AttentionHandler):
         scaling = call.query.shape[-1] ** -0.5 if scaling is None else scaling
         call = replace(call.of_first_keys(keys.shape[1]), kwargs={**call.kwargs, "scaling": scaling})
         _, heads, new, head_dim = call.query.shape
-        shape = replace(self.shape, heads=heads, head_dim=head_dim, value_dim=call.value.shape[-1])
+        shape = replace(self.shape, heads=heads, head_dim=head_dim)
         learned = {} if self.learned is None else self.learned.of(call.module.layer_idx)
         if any(value.device != device for value in learned.values()):
             learned = {name: value.to(device) for name, value in learned.items()}
@@ -61,10 +57,7 @@ class BiasHandler(AttentionHandler):
                 f"the parameters of {self.encoding} were made for {self.shape}, but "
                 f"{type(call.module).__name__} has {shape}"
             )
-        until = self._until(forward, call.module)
-        bias = PartialBias(self.encoding, shape, positions, learned, until=until, causal=call.mask is None)
-        if bias.needs_weights:  # only eager attention returns its weights
-            call = replace(call, inner=own_function(call.module, "eager"))
+        bias = PartialBias(self.encoding, shape, positions, learned, causal=call.mask is None)
         rows = rows_of_part(
             len(positions.keys) * heads, call.key.shape[2], device_of(call.query), from_table=bias.table
         )
@@ -80,29 +73,6 @@ class BiasHandler(AttentionHandler):
         )
         dropout = bool(call.kwargs.get("dropout"))
         return in_blocks(partial(_attend_part, call, bias), blocks, tensors, dropout=dropout)
-
-    def _until(self, forward: Forward, module: Any) -> float:
-        """The last position at which the bias of a layer depends on the distance alone."""
-        if self.learned is None:
-            return math.inf
-        layers = self.learned.layers
-        found = forward.once("until", compute=self._untils)
-        return found[layers.index(module.layer_idx) if layers else 0] if found else math.inf
-
-    @torch.no_grad()
-    def _untils(self) -> list[float]:
-        """The same of each layer, or of all layers at once, read from the device together; empty for inf."""
-        assert self.learned is not None
-        found: list[Tensor] = []
-        layers: Sequence[int | None] = self.learned.layers or [None]
-        for layer in layers:
-            until = self.encoding.distance_only_until(self.shape, self.learned.of(layer))
-            if until is None:
-                return []
-            found.append(until if not found else until.to(found[0].device))
-        values = torch.stack(found)
-        # In a dry run, positions are beyond those that need less.
-        return [-1.0] * len(found) if values.is_meta else values.tolist()
 
 
 def _spans(call: AttentionCall, positions: CallPositions, rows: int) -> list[tuple[int, int]]:
@@ -133,9 +103,6 @@ def _attend_part(
         part = torch.where(mask, part, least) if mask.dtype == torch.bool else (part + mask).clamp(min=least)
     with without_cudnn():  # each part has another number of keys
         output, weights = call.own(reversed_query, key[:, :, first:end], value[:, :, first:end], part)
-    if bias.needs_weights:
-        assert weights is not None
-        output = output + bias.values(start, stop, first, end, sources, weights).transpose(1, 2)
-    if weights is None or call.implementation != "eager":
+    if weights is None:
         return output.flip(1), None
     return output.flip(1), functional.pad(weights.flip(2), (first, key.shape[2] - end))

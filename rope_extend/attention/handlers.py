@@ -69,8 +69,7 @@ def _model_shape(model: Any, shape: RopeShape, attention: Any = None) -> ModelSh
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     width = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or head_dim
-    value = getattr(attention, "v_head_dim", None) or width
-    return ModelShape(heads, hidden, shape.trained_length, width, value)
+    return ModelShape(heads, hidden, shape.trained_length, width)
 
 
 def _learned(

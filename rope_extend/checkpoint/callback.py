@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import changes_base, check_base
-from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
+from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.saving import finish, written_directory
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
@@ -36,12 +36,9 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, base_model: str | None = None) -> None:
         self.base_model = base_model
-        self._completed: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Refuse a model without a patch now, not at its first checkpoint, and mark its adapters.
-
-        peft writes the mark into every config that it saves, also where no callback is called.
+        """Refuse a model without a patch now, not at its first checkpoint, and wrap `save_pretrained`.
 
         Raises:
             RopeExtendError: the model is not patched; or the run resumes from a checkpoint that was trained
@@ -61,15 +58,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             if not any(map(changes_base, configs)):
                 advice = "; load the former, or start a new run"
                 check_base(model, before.base_fingerprint, checkpoint, before.base_model, advice=advice)
-        for config in configs:
-            config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
         self._complete_what_is_saved(model)
-
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Complete the checkpoint that was just saved, if it was not by `save_pretrained`."""
-        directory = written_directory(_checkpoint(args, state), model)
-        if args.should_save and directory.is_dir() and directory != self._completed:
-            self._complete(directory, model)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record next to the files that `Trainer` copies into the output directory and pushes."""
@@ -86,14 +75,12 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             result = stock(saved, save_directory, *args, **options)
             given = inspect.signature(stock).bind(saved, save_directory, *args, **options).arguments
             if current_patch(saved) is not None and given.get("is_main_process", True):
-                self._complete(written_directory(Path(save_directory), saved), saved)
+                directory = written_directory(Path(save_directory), saved)
+                record = Record.of(saved, self.base_model)
+                finish(directory, saved, record, renamed=bool(self.base_model))
             return result
 
         model.save_pretrained = MethodType(save_pretrained, model)
-
-    def _complete(self, directory: Path, model: Any) -> None:
-        finish(directory, model, Record.of(model, self.base_model), renamed=bool(self.base_model))
-        self._completed = directory
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -86,22 +86,6 @@ def push_to_hub(
     left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
     if left_out:
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
-    open_repository(repo_id, private=private, token=token)
-    with _hub_errors(repo_id):
-        commit = huggingface_hub.HfApi(token=token).upload_folder(
-            repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message=commit_message,
-        )  # fmt: skip
-    return str(commit.commit_url)
-
-
-def open_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> None:
-    """Create a repository on the hub if it is missing; so a long run knows that it can upload its result.
-
-    The arguments and errors are those of `push_to_hub`.
-    """
-    import huggingface_hub
-
     with _hub_errors(repo_id):
         api = huggingface_hub.HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -110,6 +94,11 @@ def open_repository(repo_id: str, *, private: bool | None = None, token: str | N
                 f"{repo_id} exists and is public, so private=True cannot hold; nothing was uploaded. Make it "
                 "private in its settings on the hub, or give another name"
             )
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
+            revision=revision, commit_message=commit_message,
+        )  # fmt: skip
+    return str(commit.commit_url)
 
 
 @contextmanager

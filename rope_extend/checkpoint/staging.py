@@ -20,7 +20,7 @@ from rope_extend.files import expand_home, flush
 from rope_extend.journal import only_writer, writes_to
 
 _CHECKPOINT_FILES = re.compile(
-    r"(config|generation_config|adapter_config|rope_extend|verification)\.json|adapter_model\.(safetensors|bin)"
+    r"(config|generation_config|adapter_config|rope_extend)\.json|adapter_model\.(safetensors|bin)"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
 """The files of a checkpoint besides its weight files. `overwrite` replaces these and leaves all others."""

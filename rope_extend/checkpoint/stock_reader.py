@@ -1,7 +1,7 @@
 """Computes logits of a checkpoint in a process of its own; `verify` runs it as a script.
 
-Without `plugin`, rope_extend cannot be imported here: the logits are those of stock transformers alone. So
-this file imports nothing from its own package.
+rope_extend cannot be imported there: the logits are those of stock transformers alone. So this file imports
+nothing from its own package.
 """
 
 from __future__ import annotations
@@ -38,45 +38,34 @@ def logits(model: Any, inputs: Inputs) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def main(request: dict[str, Any]) -> None:
-    """Write the logits of the checkpoint in the request, or the error on loading it."""
-    if not request["plugin"]:
-        bar()
+def main(directory: str, work: Path, threads: int) -> None:
+    """Write the logits of the inputs in `work`, or the error on loading the checkpoint as `error.json`."""
+    bar()
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
 
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(request["threads"])
-    error = None
+    torch.set_num_threads(threads)
     try:
-        model: Any
-        if request["plugin"]:
-            from rope_extend.checkpoint.restoring import load
-
-            model = load(request["directory"], base_model=request["base_model"], dtype=torch.float32)
-        else:
-            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                request["directory"],
-                dtype=torch.float32,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-            initialised = sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"])))
-            if initialised:
-                raise ValueError(f"the files have no weights for {initialised[0]}")
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        if initialised := sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"]))):
+            raise ValueError(f"the files have no weights for {initialised[0]}")
     except Exception as raised:  # any error is the answer
-        error = f"{type(raised).__name__}: {raised}".strip()
-    else:
-        tensors = load_file(request["inputs"])
-        names = [name.removeprefix("ids.") for name in tensors if name.startswith("ids.")]
-        inputs = {name: (tensors[f"ids.{name}"], tensors[f"positions.{name}"]) for name in names}
-        save_file(logits(model.eval(), inputs), request["logits"])
-    barred = sys.modules.get("rope_extend") is None
-    Path(request["answer"]).write_text(json.dumps({"error": error, "without_rope_extend": barred}))
+        (work / "error.json").write_text(json.dumps(f"{type(raised).__name__}: {raised}".strip()))
+        return
+    tensors = load_file(work / "inputs")
+    names = [name.removeprefix("ids.") for name in tensors if name.startswith("ids.")]
+    inputs = {name: (tensors[f"ids.{name}"], tensors[f"positions.{name}"]) for name in names}
+    save_file(logits(model.eval(), inputs), work / "logits")
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

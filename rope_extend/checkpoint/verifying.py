@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint import stock_reader
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
-from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG
+from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, sha256, write_json
-from rope_extend.models.loading import one_error, pretrained
+from rope_extend.files import expand_home
+from rope_extend.models.loading import pretrained
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch
 
-VERIFICATION_NAME = "verification.json"
 CONTIGUOUS = 512
 """Tokens of the longest piece. Later positions are tested through position_ids, not with more tokens."""
 PIECE = 64
@@ -43,35 +42,23 @@ _ANGLE_ERROR = 2.0**-23
 
 @dataclass(frozen=True)
 class Verification:
-    """The comparison of a checkpoint's logits in a new process with those of the patched original.
+    """The comparison of a checkpoint's logits with those of the patched original.
 
     Attributes:
-        verdict: `equal`; `needs rope_extend`: stock transformers does not support the encoding, and a new
-            process with rope_extend computes the same logits; or `differs`.
+        verdict: `equal`; `needs rope_extend`: stock transformers does not support the encoding, and
+            rope_extend loads the same logits; or `differs`.
         reason: one sentence.
         inside: largest difference of a logit at positions within the pretrained window.
         beyond: the same at later positions; None if none were tested.
-        tolerance: the allowed difference.
         rounding: if a difference exceeds the tolerance, the largest change of a logit when all angles change
             by float32's rounding error. Twice that of a piece is allowed.
-        trained_length: the pretrained window, in tokens.
-        length: the tested window, in tokens.
-        pieces: the tested pieces of text, by name: the number of tokens, the first and the last position.
-        versions: versions of the libraries.
-        record: SHA-256 of the checkpoint's `rope_extend.json`.
     """
 
     verdict: str
     reason: str
-    inside: float | None
-    beyond: float | None
-    tolerance: float
-    rounding: float | None
-    trained_length: int
-    length: int
-    pieces: dict[str, tuple[int, int, int]]
-    versions: dict[str, str]
-    record: str
+    inside: float | None = None
+    beyond: float | None = None
+    rounding: float | None = None
 
     def check(self) -> Verification:
         """Return this verification if the logits are right, with or without rope_extend.
@@ -79,12 +66,16 @@ class Verification:
         Raises:
             RopeExtendError: the checkpoint computes other logits than the original.
         """
-        if self.verdict == "differs":
+        if self.verdict == DIFFERS:
             raise RopeExtendError(f"verification failed: {self.reason}")
         return self
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.reason}"
+
+
+EQUAL, NEEDED, DIFFERS = "equal", "needs rope_extend", "differs"
+"""The verdicts."""
 
 
 def verify(
@@ -98,10 +89,10 @@ def verify(
     """Reload a checkpoint in a process without rope_extend, and compare its logits with the patched original.
 
     The comparison runs on the CPU in float32, at positions inside the pretrained window, around its edge, and
-    at the end of the extended window. The verdict is written to `verification.json` in the directory.
+    at the end of the extended window.
 
     Args:
-        directory: a checkpoint with its record. An adapter needs rope_extend in the other process too.
+        directory: a checkpoint with its record. An adapter needs rope_extend, so it is loaded here.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         reference: a patched model, or the directory of one, such as the adapter that was merged; default: the
             checkpoint itself. A merge into bfloat16 is rounded, and differs by more than the tolerance.
@@ -117,56 +108,32 @@ def verify(
     directory = Path(expand_home(directory))
     record = read_record(directory)
     if not tolerance > 0 or (length is not None and length < 1):
-        raise RopeExtendError(f"verify: tolerance ({tolerance}) and length ({length}) must be above 0")
-    length = length or record.target_length
+        raise RopeExtendError(f"verify: tolerance must be above 0, and length; got {tolerance} and {length}")
     model = _reference(directory if reference is None else reference, base_model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    inputs = pieces(record.shape.trained_length, length, vocabulary)
+    inputs = pieces(record.shape.trained_length, length or record.target_length, vocabulary)
     expected = logits(model, inputs)
-    adapter = (directory / ADAPTER_CONFIG).exists()
 
-    def compared(*, plugin: bool) -> _Comparison:
-        answer = _logits_elsewhere(directory, base_model, inputs, plugin=plugin)
-        return _compare(model, record, inputs, expected, answer, tolerance)
+    def compared(answer: Mapping[str, Tensor] | str, process: str) -> Verification:
+        found = _compare(model, record, inputs, expected, answer, tolerance)
+        return found if found.verdict == EQUAL else replace(found, reason=f"{process}: {found.reason}")
 
-    result = compared(plugin=adapter)
-    verdict, why = "equal", "stock transformers alone computes the same logits"
-    if adapter:
-        verdict = "needs rope_extend"
-        why = (
-            "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
-            "libraries do once it is merged"
-        )
-    # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
-    elif result.error and (
-        record.encoding.depends_on_length
-        or not has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)
-    ):
-        verdict = "needs rope_extend"
-        why = (
-            f"stock transformers does not support {record.encoding} exactly ({result.error}); a new process "
-            "with rope_extend computes the same logits"
-        )
-        result = compared(plugin=True)
-    if result.error:
-        process = "stock transformers" if verdict == "equal" else "a new process with rope_extend"
-        verdict, why = "differs", f"{process}: {result.error}"
-    verification = Verification(
-        verdict=verdict,
-        reason=why,
-        inside=result.inside,
-        beyond=result.beyond,
-        tolerance=tolerance,
-        rounding=result.rounding,
-        trained_length=record.shape.trained_length,
-        length=length,
-        pieces={name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in inputs.items()},
-        versions=checkpoint_versions(),
-        record=sha256(directory / RECORD_NAME),
+    why = (
+        "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
+        "libraries do once it is merged"
     )
-    with one_error(f"cannot write {directory / VERIFICATION_NAME}"):
-        write_json(directory / VERIFICATION_NAME, asdict(verification), durable=True)
-    return verification
+    if not (directory / ADAPTER_CONFIG).exists():
+        stock = compared(_stock_logits(directory, inputs), "stock transformers")
+        # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
+        if stock.verdict == EQUAL or (
+            not record.encoding.depends_on_length
+            and has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)
+        ):
+            return stock
+        why = f"{record.encoding} is loaded exactly by rope_extend alone ({stock.reason})"
+    again = model if reference is None else load(directory, base_model=base_model, dtype=torch.float32)
+    found = compared(logits(again.eval(), inputs), "rope_extend")
+    return found if found.verdict == DIFFERS else replace(found, verdict=NEEDED, reason=why)
 
 
 def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:
@@ -207,10 +174,8 @@ def _reference(reference: nn.Module | str | PathLike[str], base_model: str | Non
     return load(reference, base_model=base_model, dtype=torch.float32).eval()
 
 
-def _logits_elsewhere(
-    directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
-) -> dict[str, Tensor] | str:
-    """Logits of a checkpoint in a new process, or its error message. `plugin`: it may import rope_extend."""
+def _stock_logits(directory: Path, inputs: Inputs) -> dict[str, Tensor] | str:
+    """Logits of a checkpoint in a new process without rope_extend, or its error message."""
     tensors = {f"ids.{name}": ids for name, (ids, _) in inputs.items()}
     tensors |= {f"positions.{name}": positions for name, (_, positions) in inputs.items()}
     environment = {
@@ -220,44 +185,21 @@ def _logits_elsewhere(
         "HF_HUB_OFFLINE": "1",
     }
     try:
-        with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
-            files = {name: Path(temporary) / name for name in ("inputs", "logits", "answer", "request")}
-            save_file(tensors, files["inputs"])
-            request = {
-                "plugin": plugin,
-                "threads": torch.get_num_threads(),
-                "directory": str(directory.resolve()),
-                "base_model": base_model,
-                **{name: str(path) for name, path in files.items()},
-            }
-            files["request"].write_text(json.dumps(request), encoding="utf-8")
-            done = subprocess.run(
-                # -P: the directory of the script belongs to this package and stays off the path.
-                [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(files["request"])],
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode or not files["answer"].exists():
+        with TemporaryDirectory(prefix="rope-extend-verify-") as name:
+            work = Path(name)
+            save_file(tensors, work / "inputs")
+            # -P: the directory of the script belongs to this package and stays off the path.
+            command = [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(directory.resolve())]
+            command += [name, str(torch.get_num_threads())]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if (work / "error.json").exists():
+                return str(json.loads((work / "error.json").read_text(encoding="utf-8")))
+            if done.returncode or not (work / "logits").exists():
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
-            answer = json.loads(files["answer"].read_text(encoding="utf-8"))
-            if not plugin and not answer["without_rope_extend"]:
-                raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
-            return answer["error"] or load_file(files["logits"])
+            return load_file(work / "logits")
     except (OSError, SafetensorError) as error:
         raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """What the logits of another process are off by; `error` if it is too much. See `Verification`."""
-
-    error: str | None
-    inside: float | None = None
-    beyond: float | None = None
-    rounding: float | None = None
 
 
 def _compare(
@@ -267,16 +209,16 @@ def _compare(
     expected: Mapping[str, Tensor],
     answer: Mapping[str, Tensor] | str,
     tolerance: float,
-) -> _Comparison:
-    """Compare the logits, or the error message, of another process with those of the patched original."""
+) -> Verification:
+    """Compare logits, or the error message of another process, with those of the patched original."""
     if isinstance(answer, str):
-        return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
-    error, worst, largest = None, 1.0, dict[bool, float]()
+        return Verification(DIFFERS, f"it cannot be loaded ({answer.splitlines()[0]})")
+    error, worst, largest = "", 1.0, dict[bool, float]()
     rounding: dict[str, float] = {}
     for name, (_, positions) in inputs.items():
         if answer[name].shape != expected[name].shape:
             shapes = f"{tuple(answer[name].shape)}, not {tuple(expected[name].shape)}"
-            return _Comparison(f"its logits have shape {shapes}")
+            return Verification(DIFFERS, f"its logits have shape {shapes}")
         gaps = (answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
         for beyond in (False, True):
             these = gaps[(positions >= record.shape.trained_length) == beyond]
@@ -289,7 +231,10 @@ def _compare(
         if gap > (allowed := max(tolerance, 2 * rounding.get(name, 0.0))) and gap / allowed > worst:
             worst = gap / allowed
             error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
-    return _Comparison(error, largest.get(False), largest.get(True), max(rounding.values(), default=None))
+    return Verification(
+        DIFFERS if error else EQUAL, error or "stock transformers alone computes the same logits",
+        largest.get(False), largest.get(True), max(rounding.values(), default=None),
+    )  # fmt: skip
 
 
 def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> dict[str, float]:

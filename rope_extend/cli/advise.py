@@ -38,7 +38,6 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target-length", type=length, required=True, metavar="N", help="window that you want, such as 32k")
     text = "GPU to train on: its name, such as h100 or rtx-4090, or its memory, such as 24GB (default: h100)"
     add("--gpu", type=gpu, metavar="GPU", help=text)
-    add("--hours", type=float, metavar="N", help="longest training time in hours; needs --gpu with a name")
     text = f"add how to serve the result: {', '.join(TARGETS)}"
     add("--engine", type=export_target, metavar="ENGINE", help=text)
     text = "long documents to train on (default: PG-19 from the hub, which are books)"
@@ -62,8 +61,8 @@ def advise(arguments: argparse.Namespace) -> None:
     from rope_extend.advice.describing import describe
 
     advice = run(
-        arguments.model, arguments.target_length, gpu=arguments.gpu, hours=arguments.hours,
-        engine=arguments.engine, data=arguments.data, trained_length=arguments.trained_length,
+        arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
+        data=arguments.data, trained_length=arguments.trained_length,
     )  # fmt: skip
     written = None
     if file is not None and advice.recipe:

@@ -7,7 +7,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from rope_extend.cli.arguments import (
@@ -24,7 +23,6 @@ from rope_extend.cli.arguments import methods as method_list
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
-from rope_extend.units import format_length
 
 START_HERE = {
     "yarn": "the best first choice, with or without fine-tuning; every export target can run it",
@@ -34,20 +32,10 @@ START_HERE = {
 """Methods to try first, with the reason."""
 
 
-def methods_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `methods`."""
-    add_json(parser)
-    text = "list the published tables of divisors, which longrope takes by name"
-    parser.add_argument("--tables", action="store_true", help=text)
-
-
 def methods(arguments: argparse.Namespace) -> None:
     """List the position encodings, with their parameters and sources, and the ones to try first."""
     from rope_extend.encodings import encoding_class, encoding_names
 
-    if arguments.tables:
-        _tables(arguments.json)
-        return
     rows: list[dict[str, Any]] = []
     for name in encoding_names():
         cls = encoding_class(name)
@@ -65,27 +53,6 @@ def methods(arguments: argparse.Namespace) -> None:
             if row["group"] == group:
                 print(f"  {row['name']}\n      {row['summary']}")
                 print(f"      parameters: {', '.join(row['parameters']) or 'none'}; source: {row['paper']}")
-
-
-def _tables(as_json: bool) -> None:
-    """Print the published tables of divisors."""
-    from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES
-
-    if as_json:
-        print(json.dumps([asdict(table) for table in PUBLISHED_TABLES.values()], indent=2))
-        return
-    for table in PUBLISHED_TABLES.values():
-        divisors, window, texts = (
-            table.divisors,
-            format_length(table.target_length),
-            format_length(table.length),
-        )
-        print(f"{table.name}: {table.parameter} of {table.model} for {window}, texts up to {texts}")
-        print(f"      divisors {divisors[0]:g} ... {divisors[-1]:g}, {len(divisors)} pairs; {table.source}, "
-              f"{table.licence}")  # fmt: skip
-        if table.note:
-            print(f"      note: {table.note}")
-    print("\nUse one: --method longrope --method-parameters long_factor=NAME,short_factor=NAME")
 
 
 def _group(cls: type[Any]) -> str:
@@ -117,21 +84,13 @@ def families(arguments: argparse.Namespace) -> None:
 def info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
     add_config_only(parser)
-    text = "new window, such as 32k (default: 8x the trained one)"
-    parser.add_argument("--target-length", type=length, metavar="N", help=text)
     add_json(parser)
 
 
 def info(arguments: argparse.Namespace) -> None:
-    """Show a checkpoint's position encoding, and compare the methods that could extend it.
+    """Show a checkpoint's position encoding: its windows, base, and channels.
 
-    Only the config is read; no weights are loaded. The columns of the table:
-      resolution  highest frequency / highest frequency in training; 1/8 squeezes 8 positions into one
-      kept        share of channel pairs whose frequency does not change
-      unseen      largest angle at the target / largest angle in training, over the slow channels;
-                  above 1.00 the model meets angles that it has never seen
-      attention   factor on cos and sin
-      stock       `rope_type` under which stock transformers loads the method
+    Only the config is read; no weights are loaded. `advise` says how to reach another window.
     """
     check_checkpoint(arguments.model)  # before torch is imported
 
@@ -140,11 +99,8 @@ def info(arguments: argparse.Namespace) -> None:
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)
     shape = model.shape
-    target = arguments.target_length or 8 * shape.trained_length
-    effects = model.effects(target)
     if arguments.json:
-        values = {**asdict(model), "critical_pairs": critical_range(shape), "target_length": target}
-        print(json.dumps({**values, "effects": [asdict(effect) for effect in effects]}, indent=2))
+        print(json.dumps({**asdict(model), "critical_pairs": critical_range(shape)}, indent=2))
         return
     rows = {
         "family": model.model_type,
@@ -163,19 +119,6 @@ def info(arguments: argparse.Namespace) -> None:
         print(f"{name:<16}{value}")
     if model.record:
         print(f"extended by rope_extend to {model.record['target_length']} tokens")
-    print(f"\nat {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:")
-    width = max(len(effect.encoding) for effect in effects)
-    print(f"{'method':<{width}}  resolution  kept  unseen  attention  stock")
-    for effect in effects:
-        print(
-            f"{effect.encoding:<{width}}  {effect.resolution:>10.3f}  {effect.kept:>4.0%}  "
-            f"{effect.unseen:>6.2f}  {effect.attention_factor:>9.3f}  {effect.native or 'no'}"
-        )
-    print(
-        f"\nUse yarn: rope-extend finetune --model {quote(arguments.model)} --method yarn "
-        f"--target-length {format_length(target)} ...\n"
-        "Without fine-tuning, dynamic_yarn leaves texts within the trained window unchanged."
-    )
 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ import difflib
 import inspect
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -197,7 +196,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         rest = ["--help"]
     elif not {"-h", "--help"}.isdisjoint(rest):
         _shorten_help(parser)
-    _check_flags(parser, rest)
     return parser.parse_in_any_order(rest)
 
 
@@ -222,19 +220,6 @@ def _shorten_help(parser: Parser) -> None:
     if special:
         del parser._action_groups[USUAL_GROUPS:]
         parser.epilog = f"--help-all explains more flags: {', '.join(special)}\n\n{parser.epilog}"
-
-
-def _check_flags(parser: Parser, words: Sequence[str]) -> None:
-    """Name the nearest flag for one that does not exist, before argparse misses what it should have set."""
-    flags = set(flag_table(parser).values())
-    for word in words:
-        if word == "--":
-            return
-        flag = word.partition("=")[0]
-        if not re.match(r"--\w", flag) or any(known.startswith(flag) for known in flags):
-            continue
-        near = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
-        parser.error(f"no option is named {flag!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
 
 
 def _log_to_stderr() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -93,17 +92,6 @@ def convert(arguments: argparse.Namespace) -> None:
     print("written:", path)
 
 
-def _above_zero(text: str) -> float:
-    """A number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
-    return number
-
-
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     parser.add_argument("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
@@ -112,13 +100,8 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=checkpoint, metavar="DIR",
         help="checkpoint to compare with, such as the adapter before the merge (default: the same one)",
     )  # fmt: skip
-    parser.add_argument(
-        "--tolerance",
-        type=_above_zero,
-        default=1e-4,
-        metavar="X",
-        help="allowed difference of a logit (default: 1e-4)",
-    )
+    text = "allowed difference of a logit (default: 1e-4)"
+    parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help=text)
     parser.add_argument(
         "--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)"
     )
@@ -128,10 +111,8 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 def verify(arguments: argparse.Namespace) -> None:
     """Check that stock transformers, in a process without rope_extend, computes the right logits.
 
-    Compares logits inside and beyond the pretrained window, writes verification.json, and fails if they
-    differ.
+    Compares logits inside and beyond the pretrained window, and fails if they differ.
     """
-    from rope_extend.checkpoint.verifying import VERIFICATION_NAME
     from rope_extend.checkpoint.verifying import verify as run
 
     verification = run(
@@ -145,7 +126,6 @@ def verify(arguments: argparse.Namespace) -> None:
     for where, gap in (("inside", verification.inside), ("beyond", verification.beyond)):
         if gap is not None:
             print(f"largest difference of a logit {where} the pretrained window: {gap:.2g}")
-    print("written:", Path(arguments.directory) / VERIFICATION_NAME)
     print(verification.check())
 
 
@@ -169,24 +149,18 @@ def card(arguments: argparse.Namespace) -> None:
     from rope_extend.checkpoint.card import write_card
     from rope_extend.checkpoint.staging import CARD_NAME
 
-    path = write_card(
-        arguments.directory, data=arguments.data, name=arguments.name, **_results(arguments.results)
-    )
+    results: dict[str, Any] = {}
+    if arguments.results is not None:
+        from rope_extend.evaluation.report_files import card_results, read_results
+
+        results = card_results(read_results(Path(arguments.results)))
+    path = write_card(arguments.directory, data=arguments.data, name=arguments.name, **results)
     if path is None:
         raise RopeExtendError(
             f"{Path(arguments.directory) / CARD_NAME} was written or edited by somebody else; move it away "
             "first"
         )
     print("written:", path)
-
-
-def _results(source: str | None) -> dict[str, Any]:
-    """The tables and the picture of an evaluation, as `write_card` takes them."""
-    if source is None:
-        return {}
-    from rope_extend.evaluation.report_files import card_results, read_results
-
-    return card_results(read_results(Path(source)))
 
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:

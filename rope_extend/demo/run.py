@@ -16,7 +16,6 @@ from rope_extend.checkpoint.info import info
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.output_directory import RESULTS
@@ -115,7 +114,8 @@ def run_demo(
     for adapter in adapters:
         _print_command("card", adapter, "--results", str(output))
         add_card(adapter, **card_results(rows))
-    _show(rows, output)
+    print("\n" + markdown_report(rows))
+    print(f"\nThe report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")
     return rows
 
 
@@ -127,18 +127,3 @@ def finetune_once(recipe: Recipe) -> None:
 def _print_command(*words: str) -> None:
     """Print the command line that does the same."""
     print("  $ " + shlex.join(["rope-extend", *words]), flush=True)
-
-
-def _show(rows: Sequence[EvaluationRow], output: Path) -> None:
-    """Print the tables, and what fine-tuning did to texts and passkeys that fit the old window."""
-    print("\n" + markdown_report(rows))
-    for pair in regressions(rows):
-        for change in pair.differences if pair.second.adapter is not None else []:
-            before, after = (row.result.ppl[change.length] for row in (pair.first, pair.second))
-            line = (
-                f"{pair.second.label}, texts of {change.length} tokens: perplexity {before:.2f} → {after:.2f}"
-            )
-            for task, _, rates in pair.changes:
-                line += f", {task} {rates.first.mean:.0%} → {rates.second.mean:.0%}"
-            print(line + ".")
-    print(f"\nThe report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")

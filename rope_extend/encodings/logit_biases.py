@@ -161,6 +161,7 @@ class FIRE(BiasEncoding):
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "2310.04418"
+    by_distance = False
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """The two layers of f, c, and L as a share of the trained window.
@@ -188,7 +189,7 @@ class FIRE(BiasEncoding):
         f is piecewise linear and is computed that way: one line per head between each two points at which a
         unit of its hidden layer switches on or off, instead of all units at every distance.
         """
-        threshold = self._threshold(shape, learned)
+        threshold = (learned["share"] * shape.trained_length).abs()  # L in tokens
         c = learned["c"].abs()
         reach = torch.log1p(c * torch.maximum(query.to(torch.float32), threshold)) + _EPSILON
         share = torch.log1p(c * distance.to(torch.float32)) / reach
@@ -198,15 +199,6 @@ class FIRE(BiasEncoding):
         return torch.addcmul(
             height.index_select(1, piece).view(size), slope.index_select(1, piece).view(size), share
         )
-
-    def distance_only_until(self, shape: ModelShape, learned: LearnedValues) -> Tensor:
-        """L: all queries up to this position have the same normaliser."""
-        return self._threshold(shape, learned).detach()
-
-    @staticmethod
-    def _threshold(shape: ModelShape, learned: LearnedValues) -> Tensor:
-        """L in tokens."""
-        return (learned["share"] * shape.trained_length).abs()
 
 
 def _lines(learned: LearnedValues) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,34 +260,34 @@ class Shaw(BiasEncoding):
 
     Attributes:
         reach: the distance in tokens from which all distances share one vector.
-        values: whether vectors are added to values too. This is slower, because attention weights then have
-            to be computed explicitly.
         per_layer: whether each layer has its own vectors, as in the paper.
     """
 
     reach: Annotated[int, check_length] = 16
-    values: Annotated[bool, FLAG] = False
     per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "1803.02155"
+    by_distance = False
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
-        """`key_vectors` `[reach + 1, head_dim]` and `value_vectors` `[reach + 1, value_dim]`, by distance.
+        """`key_vectors` `[reach + 1, head_dim]`, by distance.
 
-        Key vectors start random, from a fixed seed, with a standard deviation of `head_dim^(-1/2)`. Value
-        vectors start at 0.
+        They start random, from a fixed seed, with a standard deviation of `head_dim^(-1/2)`.
         """
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(self.reach + 1, shape.head_dim, generator=generator) * shape.head_dim**-0.5
-        return {"key_vectors": keys} | (
-            {"value_vectors": torch.zeros(self.reach + 1, shape.value_dim)} if self.values else {}
-        )
-
-    def ranges(self, distance: Tensor) -> Tensor:
-        """`min(r, reach)`, int64 `[...]`."""
-        return distance.clamp(max=self.reach)
+        return {"key_vectors": keys}
 
     def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """Not available: it depends on more than positions."""
         raise NotImplementedError
+
+    def bias_of(self, query: Tensor, distance: Tensor, learned: LearnedValues) -> Tensor:
+        """`query . vector`, `[batch, heads, Q, K]` float32, for distances `[rows, Q, K]`.
+
+        `query` `[batch, heads, Q, head_dim]` is scaled already.
+        """
+        products = query.float() @ learned["key_vectors"].T
+        index = distance.clamp(max=self.reach)[:, None]
+        return products.gather(-1, index.expand(*query.shape[:3], -1))

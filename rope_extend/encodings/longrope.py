@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rope_extend.checks import number, whole
-from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import (
     MAX_FACTOR,
@@ -30,11 +29,6 @@ def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
     Raises:
         RopeExtendError: it is no list of numbers, or a number is out of range.
     """
-    if isinstance(values, str) and values in PUBLISHED_TABLES:
-        raise RopeExtendError(
-            f"{owner}: {field} is the name of a table, {values!r}, and no model is given to check it "
-            f"against; use extend(model, target_length, 'longrope', {field}={values!r})"
-        )
     if not isinstance(values, list | tuple) or not values:
         raise RopeExtendError(
             f"{owner}: {field} must be a list of numbers, one for each channel pair, got {values!r}"
@@ -57,8 +51,7 @@ class LongRoPE(ScaledRope):
 
     Attributes:
         factor: `s = target_length / trained_length`, which sets the attention factor.
-        long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first; in
-            `extend` and recipes also the name of a published table.
+        long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first.
         short_factor: the same up to and including the trained length; all 1 by default.
         start_tokens: n-hat: positions below this keep plain RoPE's angles.
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
@@ -88,21 +81,6 @@ class LongRoPE(ScaledRope):
                 object.__setattr__(self, "short_factor", None)  # so that equal encodings compare equal
         if self.long_factor == (self.short_factor or (1.0,) * len(self.long_factor)):
             object.__setattr__(self, "depends_on_length", False)  # how checkpoints store static schedules
-
-    @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The encoding for a window; `long_factor` and `short_factor` may be names of published tables.
-
-        `rope-extend methods --tables` lists them.
-
-        Raises:
-            RopeExtendError: as `ScaledRope`, or no such table, or it belongs to another model or window.
-        """
-        for field in ("long_factor", "short_factor"):
-            if isinstance(parameters.get(field), str):
-                values = published_divisors(parameters[field], field, shape, target_length)
-                parameters = {**parameters, field: values}
-        return super().for_target(shape, target_length, **parameters)
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`theta_i / lambda_i`, with the long divisors beyond the trained length, else the short ones.

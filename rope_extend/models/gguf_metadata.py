@@ -31,7 +31,6 @@ class Metadata:
         largest: the largest dimension of a tensor.
         blocks: the number of layers that have tensors.
         embeds: whether the file has an embedding of tokens, as every language model has.
-        float32: whether all matrices are float32.
     """
 
     keys: Mapping[str, Any]
@@ -40,7 +39,6 @@ class Metadata:
     largest: int = 0
     blocks: int = 0
     embeds: bool = True
-    float32: bool = False
 
     @property
     def architecture(self) -> str:
@@ -104,9 +102,6 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             largest=max((int(size) for tensor in tensors.values() for size in tensor.shape), default=0),
             blocks=len({match[1] for name in tensors if (match := _BLOCK.match(name))}),
             embeds=_EMBEDDING in tensors,
-            float32=all(
-                tensor.tensor_type.name == "F32" for tensor in tensors.values() if len(tensor.shape) > 1
-            ),
         )
     except Exception as error:
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
@@ -175,25 +170,22 @@ _KEYS: Mapping[str, Check] = {
 """The values of keys that are the same for all architectures."""
 _OF_ARCHITECTURE: Mapping[str, Check] = {
     "context_length": whole(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
-    "attention.layer_norm_epsilon": _EPSILON, "attn_logit_softcapping": _SCALE,
-    "final_logit_softcapping": _SCALE, "rope.dimension_count": whole(2, MAX_DIM),
-    "rope.freq_base": number(1, above=True), "rope.freq_base_swa": number(1, above=True),
+    "rope.dimension_count": whole(2, MAX_DIM),
+    "rope.freq_base": number(1, above=True),
     "rope.scale_linear": _factor, "rope.scaling.factor": _factor, "rope.scaling.type": _name,
     "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
     "rope.scaling.yarn_beta_fast": _SCALE, "rope.scaling.yarn_beta_slow": _SCALE,
     "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
-    "attention.sliding_window": whole(0, MAX_LENGTH),
 }  # fmt: skip
 """The values of keys below the architecture's name."""
 _SIZES = (
     "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.kv_lora_rank",
-    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "expert_count",
 )  # fmt: skip
 """Keys that no tensor is smaller than."""
 _BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 """Those of which some files have one value for each layer."""
-_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "attention.kv_lora_rank", "expert")
+_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "expert_count")
 
 
 def _check(path: Path, metadata: Metadata) -> None:

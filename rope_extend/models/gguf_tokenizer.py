@@ -38,9 +38,6 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
 """Patterns by `tokenizer.ggml.pre`, applied one after the other."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 """Tokenizers that take a word that is a token as it is, whatever its merges would give."""
-_SWALLOWING, _NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
-"""Titles of models whose marked tokens swallow the white space after them, and the tokens that do not.
-`src/llama-vocab.cpp` knows them by these names; no key says it."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -83,7 +80,6 @@ class _TokenizerKeys:
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.name, self._keys = path.name, metadata.keys
-        self.title = str(metadata.keys.get("general.name", ""))
         tokens = self.value("tokens")
         if not tokens:
             raise RopeExtendError(f"{path.name} has no tokenizer (tokenizer.ggml.tokens)")
@@ -156,12 +152,9 @@ def _sentencepiece(keys: _TokenizerKeys) -> Tokenizer:
 
 def _add_marked_tokens(tokenizer: Tokenizer, keys: _TokenizerKeys) -> None:
     """Tokens that are found in a text before anything else: control tokens, and those that users defined."""
-    swallows = any(name in keys.title.lower() for name in _SWALLOWING)
     marked = list(zip(keys.tokens, keys.types, strict=True))
     tokenizer.add_special_tokens([
-        AddedToken(
-            token, special=True, normalized=False, rstrip=swallows and token not in _NOT_SWALLOWING
-        )
+        AddedToken(token, special=True, normalized=False)
         for token, kind in marked if kind in (_UNKNOWN, _CONTROL)
     ])  # fmt: skip
     tokenizer.add_tokens([

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
-from rope_extend.errors import PatchError
-from rope_extend.models.families import Layout
+from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.families import FamilyAdapter, Layout
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -60,34 +59,26 @@ def marked_positions(table: Tensor) -> Tensor | None:
     return getattr(table, POSITIONS, None)
 
 
-@dataclass(frozen=True)
-class RotarySlot:
-    """What a model needs of the module that replaces its rotary module.
+def _table_of(module: Any, layer_type: str | None) -> Tensor:
+    """The table of a stock rotary module, `[pairs]`."""
+    table: Tensor = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+    return table
 
-    Attributes:
-        config: the config of the rotary module; transformers' loading code reads it.
-        pairs: the number of channel pairs with values; those beyond the encoding's `dim/2` do not rotate.
-        device: the device of the tables.
-        layout: how cos and sin of each pair are laid out.
-        original: the stock module, or the one of an earlier patch.
-        plain: the stock module if it computes plain RoPE; it goes on to do so under an encoding that rotates
-            inside attention.
-        marked: whether cos and sin say which positions they belong to.
-        layer_type: the type of the layers that use the encoding; None if all layers do.
-        sections: the number of pairs for each part (time, height, width) of a position, if there are parts.
-        dtype: the dtype of cos and sin; None for that of the hidden states.
+
+def _sections_of(module: Any) -> tuple[int, ...]:
+    """The channel pairs for each part (time, height, width) of a position, by a rotary module.
+
+    Raises:
+        UnsupportedModelError: the config states them wrongly.
     """
-
-    config: Any
-    pairs: int
-    device: torch.device | None = None
-    layout: Layout = "halves"
-    original: Any = None
-    plain: Any = None
-    marked: bool = False
-    layer_type: str | None = None
-    sections: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    sections = getattr(module, "sections", None) or module.mrope_section
+    sizes = tuple(sections) if isinstance(sections, list | tuple) else ()
+    if len(sizes) != 3 or any(type(size) is not int or size < 0 for size in sizes):
+        raise UnsupportedModelError(
+            f"mrope_section must be three whole numbers of channel pairs, got {sections!r}; correct it in "
+            "config.rope_parameters"
+        )
+    return sizes
 
 
 class ExtendedRotaryEmbedding(nn.Module):
@@ -106,38 +97,62 @@ class ExtendedRotaryEmbedding(nn.Module):
     Args:
         encoding: the schedule.
         shape: the rotary shape of the model.
-        slot: what the model expects of its rotary module.
+        module: the module that is replaced: the stock one, or that of an earlier patch.
+        adapter: the model's family.
+        config: the model's config.
+        marked: whether cos and sin say which positions they belong to.
+
+    Attributes:
+        pairs: the number of channel pairs with values; those beyond the encoding's `dim/2` do not rotate.
+        plain: the stock module if it computes plain RoPE; it goes on to do so under an encoding that rotates
+            inside attention.
+        layer_type: the type of the layers that use the encoding; None if all layers do.
+        sections: the number of pairs for each part (time, height, width) of a position, if there are parts.
+        dtype: the dtype of cos and sin; None for that of the hidden states.
     """
 
     inv_freq: Tensor
     original_inv_freq: Tensor
     plain: Any
 
-    def __init__(self, encoding: RopeEncoding, shape: RopeShape, slot: RotarySlot) -> None:
+    def __init__(
+        self,
+        encoding: RopeEncoding,
+        shape: RopeShape,
+        module: Any,
+        adapter: FamilyAdapter,
+        config: Any,
+        *,
+        marked: bool = False,
+    ) -> None:
         super().__init__()
-        self.encoding = encoding
-        self.shape = shape
-        self.config = slot.config
-        self.layout = slot.layout
-        self.layer_type = slot.layer_type
-        self.pairs = slot.pairs
-        self.sections = slot.sections
-        self.dtype = slot.dtype
-        self.marked = slot.marked
-        # Not a submodule, so that no cast reaches it.
-        self.__dict__["plain"] = slot.plain
-        if slot.layer_type is not None:
-            self.original = slot.original
-            self.layer_types = list(getattr(slot.original, "layer_types", ()))  # stock decoders loop over it
+        self.encoding, self.shape, self.marked = encoding, shape, marked
+        self.config, self.layout = adapter.rotary_config(config), adapter.layout
+        self.layer_type = layer_type = adapter.layer_type(config)
+        patched = isinstance(module, ExtendedRotaryEmbedding)
+        original: Any = module.original if layer_type and patched else module
+        stock_table = _table_of(original, layer_type)
+        self.pairs, device = stock_table.shape[-1], stock_table.device
+        self.sections = _sections_of(module) if adapter.sections else ()
+        self.dtype = torch.float32 if config.model_type in adapter.in_float32 else None
+        if patched:
+            plain = module.plain
+        else:
+            kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+            plain = module if kind == "default" else None
+        self.__dict__["plain"] = plain  # not a submodule, so that no cast reaches it
+        if layer_type is not None:
+            self.original = original
+            self.layer_types = list(getattr(original, "layer_types", ()))  # stock decoders loop over it
         # Attributes that stock code reads from a rotary module. After a meta-device init, "default" makes
         # PreTrainedModel._init_weights refill the buffers from `compute_default_rope_parameters` below.
         self.rope_type = "default"
-        self.max_seq_len_cached = self.original_max_seq_len = slot.config.max_position_embeddings
+        self.max_seq_len_cached = self.original_max_seq_len = self.config.max_position_embeddings
         self.attention_scaling = encoding.attention_factor(shape)
         table = encoding.inv_freq(shape)
-        self.register_buffer("inv_freq", self._buffer(table, slot.device), persistent=False)
+        self.register_buffer("inv_freq", self._buffer(table, device), persistent=False)
         # As in the stock module, a copy of the table that is in use.
-        self.register_buffer("original_inv_freq", self._buffer(table, slot.device), persistent=False)
+        self.register_buffer("original_inv_freq", self._buffer(table, device), persistent=False)
         # A plain attribute, not a buffer: no cast reaches it.
         self._table = self._computed(self.inv_freq.device)
 
@@ -166,14 +181,12 @@ class ExtendedRotaryEmbedding(nn.Module):
             table, self._table = self.encoding.inv_freq(self.shape), self._computed(device)
         self.inv_freq = self._buffer(table, device)
         self.original_inv_freq = self._buffer(table, device)
-        if self.plain is not None and "meta" not in (device.type, self._table_of_plain().device.type):
+        if self.plain is not None and "meta" not in (
+            device.type,
+            _table_of(self.plain, self.layer_type).device.type,
+        ):
             self.plain.to(device)
         return self
-
-    def _table_of_plain(self) -> Tensor:
-        name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
-        table: Tensor = getattr(self.plain, name)
-        return table
 
     @torch.no_grad()
     def forward(
@@ -216,7 +229,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         """Whether plain RoPE comes from the model's own module: not if that is elsewhere, or was cast."""
         if self.plain is None:
             return False
-        table = self._table_of_plain()
+        table = _table_of(self.plain, self.layer_type)
         return table.device == device and table.dtype.itemsize >= 4
 
     def plain_angles(self, position_ids: Tensor) -> Tensor:
@@ -228,7 +241,7 @@ class ExtendedRotaryEmbedding(nn.Module):
             return position_ids[..., None].to(torch.float64) * to_device(
                 self.shape.inv_freq(), position_ids.device
             )
-        table = self._table_of_plain()[: self.shape.dim // 2].float()
+        table = _table_of(self.plain, self.layer_type)[: self.shape.dim // 2].float()
         return (position_ids[..., None].float() * to_device(table, position_ids.device)).to(torch.float64)
 
     def _mark(

@@ -244,22 +244,6 @@ def _stock_shape(config: Any, modules: Sequence[Any]) -> tuple[int, float]:
     return widths[0], theta
 
 
-def rotary_sections(module: Any) -> tuple[int, ...]:
-    """The channel pairs for each part (time, height, width) of a position, by a rotary module.
-
-    Raises:
-        UnsupportedModelError: the config states them wrongly.
-    """
-    sections = getattr(module, "sections", None) or module.mrope_section
-    sizes = tuple(sections) if isinstance(sections, list | tuple) else ()
-    if len(sizes) != 3 or any(type(size) is not int or size < 0 for size in sizes):
-        raise UnsupportedModelError(
-            f"mrope_section must be three whole numbers of channel pairs, got {sections!r}; correct it in "
-            "config.rope_parameters"
-        )
-    return sizes
-
-
 def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:
     """`(inv_freq [dim/2] float64, attention factor)` that a rotary module uses for `seq_len` tokens.
 

@@ -20,13 +20,11 @@ from rope_extend.advice.advised_recipe import STEPS
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.question import window_of_config
-from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import UTILISATION, Gpu
-from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
@@ -90,8 +88,7 @@ def test_nothing_is_trained_where_nothing_needs_it(
     with pytest.raises(rx.RopeExtendError, match="no recipe"):
         advice.recipe_yaml()
     assert advice.verdict in describe(advice)
-    if verdict != advising.STANZA:
-        assert advice.serving is None
+    assert bool(advice.serving) == (verdict == advising.STANZA)
 
 
 def test_a_model_that_rope_extend_has_extended_reads_its_new_window(tmp_path: Path) -> None:
@@ -109,15 +106,8 @@ def test_the_stanza_of_qwen3_counts_from_its_pretrained_window(tmp_path: Path) -
     advice = advise(write_config(tmp_path, "qwen3-8b"), "128k", engine="vllm")
     assert (advice.factor, advice.trained_length) == (4.0, 32_768)
     assert all("--trained-length 32k" in command for command in advice.commands)
-    assert advice.serving is not None
-    # The keys of the stanza on the model's card.
-    parameters = advice.serving.config["rope_parameters"]
-    assert {key: parameters[key] for key in ("rope_type", "factor", "original_max_position_embeddings")} == {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768
-    }  # fmt: skip
-    assert parameters["rope_theta"] == 1e6  # without it, an engine falls back on another base
-    lines = " ".join(step.line for step in advice.serving.steps)
-    assert "trained_length=32768" in lines
+    lines = " ".join(advice.serving)
+    assert "rx.extend(model, 131072, 'yarn', trained_length=32768)" in lines
     assert "--max-model-len 131072" in lines
 
 
@@ -139,9 +129,7 @@ def test_llama_3_8b_to_32k(llama3: Advice, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
     assert {name: getattr(recipe, name) for name in llama3.recipe} == dict(llama3.recipe)
-    assert llama3.serving is not None
-    assert llama3.serving.steps[-1].line.endswith(f"--max-model-len {recipe.target_length}")
-    assert llama3.serving.config["rope_parameters"]["factor"] == llama3.factor
+    assert llama3.serving[-1].endswith(f"--max-model-len {recipe.target_length}")
     assert llama3.engines == tuple(TARGETS)
     assert "transformers, vllm, sglang and llama.cpp can run it" in " ".join(describe(llama3).split())
 
@@ -159,11 +147,8 @@ def test_hours_follow_from_the_operations_of_the_model(llama3: Advice) -> None:
     attention = 32 * 4 * 4096 * pairs
     per_token = 2 * (3 * 32 * layer + 2 * head) + 4 * attention + lora
     assert work.operations / work.tokens == pytest.approx(per_token, rel=0.002)
-    hours = work.hours
-    assert hours is not None
     seconds = work.operations / 989.4e12
-    spans = tuple(seconds / share / 3600 for share in reversed(UTILISATION))
-    assert (hours.gpu, hours.least, hours.most) == ("H100", *map(pytest.approx, spans))
+    assert work.hours == pytest.approx(tuple(seconds / share / 3600 for share in reversed(UTILISATION)))
 
 
 def test_advice_in_words_and_in_json(llama3: Advice) -> None:
@@ -207,7 +192,7 @@ def test_a_training_that_does_not_fit_gets_no_recipe(
     assert advice["verdict"] == verdict
     assert not advice["recipe"]
     assert advice["work"] is None
-    lines = [*advice["commands"], *(line for _, line in (advice["serving"] or {"steps": []})["steps"])]
+    lines = [*advice["commands"], *advice["serving"]]
     assert not any("finetune" in line or "runs/" in line for line in lines)
     assert bool(advice["serving"]) == (verdict == advising.UNTRAINED)
     assert bool(advice["commands"]) == bool(advice["criteria"]) == (verdict == advising.UNTRAINED)
@@ -231,37 +216,17 @@ def test_the_untrained_method_of_an_engine_does_not_follow_the_length(tmp_path: 
     assert (advice.verdict, advice.untrained_method) == (advising.UNTRAINED, "yarn")
     text = describe(advice)
     assert "one factor for texts of all lengths" in text
-    assert "serve with sglang, after the training" in text
-    assert advice.serving is not None
-    assert all(step.line in text for step in advice.serving.steps)
-
-
-@pytest.mark.parametrize("engine", TARGETS)
-def test_each_engine_gets_the_window_that_was_trained(engine: str, tmp_path: Path) -> None:
-    advice = advise(write_config(tmp_path, "qwen25-7b-instruct"), "64k", engine=engine)
-    serving = advice.serving
-    assert serving is not None
-    assert serving.possible
-    assert serving.engine == engine
-    text = " ".join(step.line for step in serving.steps)
-    assert "65536" in text
-    for step in serving.steps:
-        if step.language == "python":
-            compile(step.line, "step", "exec")
-        elif (words := shlex.split(step.line))[0] == "rope-extend":
-            parse(words[1:])
+    assert "serve, after the training" in text
+    assert all(line in text for line in advice.serving)
 
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: Path) -> None:
     advice = advise(small(tmp_path, "gemma3-1b", num_hidden_layers=6), "64k", engine="vllm")
-    assert advice.serving is not None
-    assert not advice.serving.possible
     text = " ".join(describe(advice).split())
-    assert advice.serving.reason in text
+    assert "# vllm does not run yarn of this family: we do not know how" in text
     assert advice.engines == ("transformers",)
     assert "(2309.00071); transformers can run it" in text
-    assert "cannot run" not in text  # that we do not know it is no reason to say so
 
 
 @pytest.mark.parametrize(
@@ -269,9 +234,6 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
     [
         ({"gpu": "h1000"}, "Did you mean h100"),
         ({"engine": "ollama"}, "engine must be one of"),
-        ({"hours": 5.0, "gpu": "24GB"}, "name a GPU"),
-        ({"hours": 0.0, "gpu": "h100"}, "above 0"),
-        ({"hours": float("nan"), "gpu": "h100"}, "above 0"),
         ({"target_length": "32kb"}, "not a length"),
     ],
 )
@@ -309,7 +271,7 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every line counts from the same window: the recipe, its controls, and the engine's parameters."""
+    """Every line counts from the same window: the recipe and its controls."""
     asked = []
 
     def fitting(
@@ -321,7 +283,7 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     monkeypatch.setattr(answer, "fit", fitting)
     monkeypatch.setattr(advised_recipe, "operations_per_token", lambda *_: None)
     model = small(tmp_path, "llama31-8b", max_position_embeddings=window, rope_scaling=scaling)
-    advice = advise(model, "256k", engine="vllm")
+    advice = advise(model, "256k")
     assert advice.window.tokens == 131_072
     assert (advice.start, advice.trained_length, asked) == (start, counted, [counted])
     assert advice.factor == 262_144 / counted
@@ -335,10 +297,6 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
         words = shlex.split(command)
         assert parse(words[1:])
         assert words[words.index("--methods") + 1] == methods
-    assert advice.serving is not None
-    with rx.extend(empty_model(model), 262_144, "yarn", start=start) as patch:
-        form = support(patch.encoding, patch.shape, "vllm", "llama", target_length=262_144).form
-    assert advice.serving.config == form
     notes = " ".join(advice.notes)
     if start == "current":
         assert sum("--protocol cropped --window 128k" in command for command in measuring) == 1
@@ -381,19 +339,6 @@ def test_a_factor_that_is_no_number_above_0_is_refused(factor: object) -> None:
         window_of_config(config)
 
 
-def test_a_config_without_a_window_is_not_read_as_the_default_of_its_class(tmp_path: Path) -> None:
-    model = small(tmp_path, "llama2-7b")
-    file = Path(model) / "config.json"
-    values = json.loads(file.read_text())
-    del values["max_position_embeddings"]
-    file.write_text(json.dumps(values))
-    with pytest.raises(rx.RopeExtendError, match=r"does not state a window .* give trained_length="):
-        advise(model, "1k")
-    assert advise(model, "1k", trained_length=4096).verdict == advising.READS_ALREADY
-    advice = advise(model, "16k", trained_length=4096)
-    assert (advice.window.tokens, advice.factor) == (4096, 4.0)
-
-
 def test_a_window_that_the_user_knows_to_be_longer_is_read_already(tmp_path: Path) -> None:
     model = write_config(tmp_path, "llama3-8b")
     advice = advise(model, "32k", trained_length=65_536)
@@ -401,21 +346,6 @@ def test_a_window_that_the_user_knows_to_be_longer_is_read_already(tmp_path: Pat
     assert "reads 64k tokens as it is" in advice.reason
     assert "You say so, and its config says 8k" in advice.reason
     assert "--lengths 32k --trained-length 64k" in advice.commands[0]
-
-
-def test_a_nested_config_may_leave_its_window_to_the_default_of_its_class(tmp_path: Path) -> None:
-    """As in the config of Gemma 3 4B, which reads 128k by its card."""
-    text = {
-        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
-        "num_hidden_layers": 34, "sliding_window": 1024,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    advice = advise(tmp_path, "128k")
-    assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 131_072)
-    del text["rope_scaling"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
-    assert not window_of_config(AutoConfig.from_pretrained(tmp_path)).stanza
 
 
 def test_an_adapter_is_refused_with_what_to_give(tmp_path: Path) -> None:

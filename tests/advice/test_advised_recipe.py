@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from known_models import a_plan, write_config
 
 from rope_extend.advice import advised_recipe, answer
-from rope_extend.advice.advised_recipe import FEWEST_STEPS, STEPS, within_hours
 from rope_extend.advice.answer import advise
-from rope_extend.memory.gpus import find_gpu
 from rope_extend.training.recipe import Recipe
 
 
@@ -30,44 +27,6 @@ def test_tokens_do_not_grow_with_the_window(
     assert (work.steps, work.tokens) == (steps, steps * sequences * window)
     if 32_768 <= window <= 524_288:
         assert work.tokens == 200 * 64 * 8192
-
-
-def hours_of(fields: dict[str, Any], hours: float | None, notes: list[str]) -> tuple[dict[str, Any], float]:
-    """The recipe for a number of hours, and how long it takes at most."""
-    made, _, work = within_hours(fields, a_plan(), find_gpu("h100"), hours, 2048, notes)
-    assert work is not None
-    assert work.hours is not None
-    return made, work.hours.most
-
-
-def test_few_hours_give_short_blocks_and_never_more_time_than_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(advised_recipe, "fit", lambda fields, *_: (dict(fields), a_plan(), None))
-    monkeypatch.setattr(advised_recipe, "operations_per_token", lambda *_: 1e10)
-    notes: list[str] = []
-    fields = {
-        "model": "m", "data": "texts", "output_dir": "runs/m", "target_length": 32_768, "method": "yarn",
-        "steps": STEPS, "batch_size": 1, "gradient_accumulation": 8, "quantize": "4bit",
-    }  # fmt: skip
-    full, most = hours_of(fields, None, notes)
-    assert full == fields
-    half, time = hours_of(fields, 0.625 * most, notes)
-    assert time <= 0.625 * most
-    assert half == {**fields, "steps": int(0.625 * STEPS)}
-    short, time = hours_of(fields, most / 4, notes)
-    assert time <= most / 4
-    assert (short["positions"], short["block_length"]) == ("pose", 2048)
-    assert short["steps"] >= FEWEST_STEPS
-    assert "quantize" not in short  # what is short may fit without
-    few, least = hours_of(fields, 0.1 * time, notes)
-    assert least <= 0.1 * time
-    assert few["gradient_accumulation"] < 8
-    assert few["steps"] >= FEWEST_STEPS
-    assert not notes
-    fewest, _ = hours_of(fields, 1e-9, notes)
-    assert (fewest["steps"], fewest["gradient_accumulation"]) == (FEWEST_STEPS, 1)
-    assert "not enough for 200 steps of one sequence" in notes[0]
 
 
 @pytest.mark.parametrize(("target", "reached"), [("1M", (131_072,)), ("128k", None)])

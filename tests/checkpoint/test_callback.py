@@ -133,20 +133,6 @@ def test_what_is_saved_at_the_end_reads_as_the_model_does(base: Path, tmp_path: 
     assert not (tmp_path / "plain" / RECORD_NAME).exists()
 
 
-def test_peft_alone_is_caught_on_what_the_trainer_saved(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The adapter's own config has the mark, even if no callback was called."""
-    run = trainer(patched(base, "adapter"), tmp_path / "run", rx.SaveEncodingCallback())
-    run.train()
-    run.save_model(str(tmp_path / "elsewhere"))
-    for directory in (tmp_path / "run" / "checkpoint-1", tmp_path / "elsewhere"):
-        caplog.clear()
-        forgetful = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(directory))
-        assert rx.info(forgetful).unapplied == "yarn(factor=8)"
-        assert "its output cannot be trusted" in caplog.text
-
-
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_model_without_a_patch_is_refused_before_the_first_step(
     base: Path, tmp_path: Path, kind: str

@@ -100,7 +100,7 @@ def test_the_ends_of_yarn_s_ramp_reach_the_servers(tmp_path: Path, to: str) -> N
     assert not torch.equal(fine.inv_freq(SHAPE), rounded.inv_freq(SHAPE))
     model = tiny_model(FAMILY["llama"])
     with rx.patch_model(model, fine):
-        out = export(model, tmp_path / "out", to, verify=False)
+        out = export(save(model, tmp_path / "saved"), tmp_path / "out", to, verify=False)
     found = json.loads((out / "config.json").read_text())["rope_parameters"]
     assert {key: found[key] for key in ("rope_type", *ramp)} == {"rope_type": "yarn", **ramp}
 
@@ -238,7 +238,6 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["p_rope"])
     (directory / "tokenizer.json").write_text("{}")
     (directory / "optimizer.pt").write_bytes(b"state")
-    (directory / "verification.json").write_text("{}")
     before = contents(directory)
     output = export(directory, tmp_path / "out", verify=False)
     assert contents(output).keys() == {
@@ -267,8 +266,7 @@ def test_weights_are_copied_where_they_cannot_be_linked(
 @pytest.mark.slow
 def test_an_export_is_verified(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
-    output = export(directory, tmp_path / "out")
-    assert json.loads((output / "verification.json").read_text())["verdict"] == "equal"
+    assert export(directory, tmp_path / "out").is_dir()
 
 
 @pytest.mark.slow
@@ -282,22 +280,6 @@ def test_an_export_that_reads_otherwise_does_not_appear(
     with pytest.raises(RopeExtendError, match="computes other logits than the original"):
         export(directory, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
-
-
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
-    directory, _ = saved(tmp_path / "saved", ROWS["yarn"])
-    output, _ = saved(tmp_path / "out", ROWS["linear"])
-    (output / "notes.txt").write_text("mine")
-    before = {path.name: path.read_bytes() for path in output.iterdir()}
-    for arguments in ({}, {"overwrite": True, "to": "llama.cpp", "gguf": tmp_path / "none.gguf"}):
-        with pytest.raises(RopeExtendError):
-            export(directory, output, verify=False, **arguments)
-        assert {path.name: path.read_bytes() for path in output.iterdir()} == before
-    with pytest.raises(RopeExtendError, match="is the checkpoint itself"):
-        export(directory, directory, overwrite=True)
-    export(directory, output, verify=False, overwrite=True)
-    assert read_record(output).encoding == ROWS["yarn"].build(SHAPE)
-    assert (output / "notes.txt").read_text() == "mine"
 
 
 def test_the_key_of_another_encoding_is_left_out(tmp_path: Path) -> None:
@@ -316,50 +298,17 @@ def test_a_refusal_says_what_would_work(tmp_path: Path) -> None:
         RopeExtendError, match=r"logn\(ntk.* scales attention logits .*load it with rope_extend.load"
     ):
         export(directory, tmp_path / "out", "vllm")
-    directory, _ = saved(tmp_path / "glm", ROWS["yarn-turns"], "glm")
-    with pytest.raises(RopeExtendError, match=r"neighbouring channels; .*rope-extend export --support"):
-        export(directory, tmp_path / "out", "sglang")
-    directory, _ = saved(tmp_path / "yarn", ROWS["yarn"])
-    with pytest.raises(RopeExtendError, match=r"convert the weights with its convert_hf_to_gguf.py"):
-        export(directory, tmp_path / "out", "llama.cpp")
-    with pytest.raises(RopeExtendError, match="gguf= is for llama"):
-        export(directory, tmp_path / "out", "vllm", gguf=tmp_path / "some.gguf")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
-    """That of a directory, and that of a live model, which is saved next to the export."""
     tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rx.extend(model, TARGET, "ntk_by_parts")
     model = with_lora(model)
-    expected = logits(model)
-    for source, name in ((save(model, tmp_path / "adapter"), "of-directory"), (model, "of-model")):
-        output = rx.export(source, tmp_path / name, verify=False)
-        stock = AutoModelForCausalLM.from_pretrained(output).eval()
-        assert_same_but_rounding(logits(stock), expected)
-        assert not list(output.glob("tmp*"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "of-directory", "of-model"]
-
-
-def test_a_live_model_is_exported_or_nothing_is_written(tmp_path: Path) -> None:
-    model, output = tiny_model(FAMILY["llama"]), tmp_path / "deep" / "out"
-    with pytest.raises(RopeExtendError, match="carries no patch"):
-        rx.export(model, output)
-    with (
-        rx.patch_model(model, ROWS["xpos"].build(shape_of(model)), target_length=TARGET),
-        pytest.raises(RopeExtendError, match="cannot be exported to transformers"),
-    ):
-        rx.export(model, output)
-    assert not list(tmp_path.iterdir())
-    with rx.patch_model(model, ROWS["yarn-turns"].build(shape_of(model)), target_length=TARGET):
-        expected = logits(model)
-        assert rx.export(model, output, to="vllm", verify=False) == output
-        with pytest.raises(RopeExtendError, match="already holds a checkpoint"):
-            rx.export(model, output)
-        torch.testing.assert_close(logits(model), expected)
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
-    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(output).eval()), expected)
+    output = rx.export(save(model, tmp_path / "adapter"), tmp_path / "out", verify=False)
+    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(output).eval()), logits(model))
+    assert not list(output.glob("tmp*"))
 
 
 def test_the_command_exports_and_prints_what_is_possible(

@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint import verifying
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import read_record, write_record
@@ -88,20 +87,6 @@ def test_a_read_only_directory_is_refused(directory: Path) -> None:
         with privileged():
             there.chmod(0o755)
             empty.chmod(0o755)
-
-
-def test_a_verdict_that_cannot_be_written_is_an_error(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = Path(shutil.copytree(checkpoints / "full", tmp_path / "full"))
-    (directory / "verification.json").mkdir()
-    monkeypatch.setattr(verifying, "_logits_elsewhere", lambda *_, **__: "not read")
-    with pytest.raises(RopeExtendError, match=r"cannot write .*verification.json"):
-        rx.verify(directory)
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
-    with pytest.raises(RopeExtendError, match="the verifying process cannot be run"):
-        rx.verify(directory)
 
 
 def writes(kind: str, checkpoints: Path) -> Callable[[Path], Any]:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, TRAINED, llama
-from gguf_writer import converted, gguf
+from gguf_writer import converted
 from integrity import logits, with_lora
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
 from rope_extend.advice.question import Question, Window
-from rope_extend.advice.serving import serving
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.models.loading import pretrained
 from rope_extend.training.finetune import Recipe, finetune, plan
@@ -63,72 +63,28 @@ def test_the_code_of_a_card_runs(run: Path) -> None:
     assert "base_model: " not in (run / "README.md").read_text()
 
 
-def after(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
-
-
-def performed(steps: Any) -> Any:
-    """The model that the steps of an engine lead to, as transformers reads it. No server is started."""
-    scope: dict[str, Any] = {
-        "rx": rx,
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "AutoTokenizer": AutoTokenizer,
-    }
-    for language, line in steps:
-        words = shlex.split(line)
-        if language == "python":
-            exec(line, scope)
-        elif words[0] == "rope-extend":
-            main(words[1:])
-        elif "convert_hf_to_gguf.py" in words:
-            assert not Path(after(words, "--outfile")).exists()
-            made = AutoModelForCausalLM.from_pretrained(words[2], dtype=torch.float32)
-            converted(made, Path(after(words, "--outfile")))
-        elif words[0] == "llama-server":
-            return pretrained(AutoModelForCausalLM, after(words, "-m"), dtype=torch.float32)
-        else:
-            served = words[2] if words[0] == "vllm" else after(words, "--model-path")
-            return AutoModelForCausalLM.from_pretrained(served)
-    return scope["model"]
-
-
-def question(model: str, engine: str) -> Question:
+@pytest.mark.parametrize("engine", TARGETS)
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_commands_that_serve_an_extension_run(run: Path, engine: str, trained: bool) -> None:
+    """All but the converter and the server. Merging and exporting need the base model as a checkpoint."""
     window = Window(TRAINED, "the config says so")
-    return Question(model, "llama", window, TARGET, engine, SHAPE, None, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "method", "trained"),
-    [
-        *((engine, "yarn", trained) for engine in TARGETS for trained in (True, False)),
-        ("transformers", "dynamic_yarn", False),  # which rope_extend loads
-    ],
-)
-def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, method: str, trained: bool) -> None:
-    model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
-    rx.extend(model, TARGET, method)
-    expected = logits(rx.load(run) if trained else model)
-    before = Path("model.gguf").read_bytes()
-    served = serving(question("model.gguf", engine), method, "run" if trained else None)
-    assert served is not None
-    assert_same_but_rounding(logits(performed(served.steps).float()), expected)
-    assert Path("model.gguf").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "words"),
-    [("F32", "exact.gguf", "exact.gguf"), ("F16", "small one.gguf", "'small one.gguf' --dtype bfloat16")],
-)
-def test_the_steps_keep_the_precision_of_the_file(
-    kind: str, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """float32 holds the values of a file in float32; the others fit in bfloat16."""
-    monkeypatch.chdir(tmp_path)
-    converted(llama(), Path(name), quantized=gguf.GGMLQuantizationType[kind])
-    served = serving(question(name, "vllm"), "yarn", "my run")
-    assert served is not None
-    assert served.steps[0].line == f"rope-extend convert {words} --output 'my run-base'"
+    asked = Question("model.gguf", "llama", window, TARGET, engine, SHAPE, None, False)
+    ran = []
+    for line in asked.serving("yarn", "run" if trained else None):
+        if line.startswith("# in Python, with the model of converted: "):
+            model = AutoModelForCausalLM.from_pretrained("converted")
+            exec(line.partition(": ")[2], {"rx": rx, "model": model, "tokenizer": None})
+        elif "convert_hf_to_gguf.py" in line:
+            words = shlex.split(line)
+            made = AutoModelForCausalLM.from_pretrained(words[2], dtype=torch.float32)
+            converted(made, Path(words[words.index("--outfile") + 1]))
+        elif line.startswith("rope-extend"):
+            main([*shlex.split(line)[1:], *(["--no-verify"] if " export " in line else [])])
+        ran.append(line.split()[1])
+    assert ran[0] == "convert"
+    assert ("merge" in ran) == (trained and engine == "llama.cpp")
+    output = next(Path().glob(f"*-{engine.replace('.', '')}"))
+    assert read_record(output).target_length == TARGET
 
 
 def test_a_merge_says_how_to_get_a_base_that_it_takes(

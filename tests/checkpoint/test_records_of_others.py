@@ -62,15 +62,6 @@ def test_a_record_cannot_change_the_form_of_a_card(
     assert len(card) < len(honest) + 20_000
 
 
-def test_a_forged_verification_is_not_repeated(directory: Path, record: dict[str, Any]) -> None:
-    """Anybody can write the file, so the card names the command that finds out."""
-    honest = written(directory, record)
-    (directory / "verification.json").write_text(json.dumps({"verdict": "equal", "reason": "trust me"}))
-    assert model_card(directory) == honest
-    assert "`rope-extend verify saved`" in honest
-    (directory / "verification.json").unlink()
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(EVIL),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

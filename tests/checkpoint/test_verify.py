@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FAMILIES, TARGET, llama, tiny_model
-from integrity import with_lora
+from integrity import contents, with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -44,17 +44,15 @@ def edited(directory: Path, **changes: Any) -> None:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the other process's logits in this one: the other one takes five seconds to start."""
 
-    def fresh(directory: Path, base: str | None, inputs: Any, *, plugin: bool) -> Any:
+    def stock(directory: Path, inputs: Any) -> Any:
         try:
-            if plugin:
-                return verifying.logits(rx.load(directory, base_model=base).eval(), inputs)
             if "rope_extend_family" in (directory / "config.json").read_text():
                 raise ValueError("model type `rope_extend` is not recognized")
             return verifying.logits(AutoModelForCausalLM.from_pretrained(directory).eval(), inputs)
         except (ValueError, rx.RopeExtendError) as error:
             return str(error)
 
-    monkeypatch.setattr(verifying, "_logits_elsewhere", fresh)
+    monkeypatch.setattr(verifying, "_stock_logits", stock)
 
 
 def test_rope_extend_is_barred_from_the_process() -> None:
@@ -95,23 +93,16 @@ def test_every_encoding_with_a_stock_form_is_equal_and_no_other(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_the_verdict_is_written_down(tmp_path: Path) -> None:
+def test_another_process_decides(tmp_path: Path) -> None:
     directory = saved(tmp_path / "full", factor=8.0)
+    before = contents(directory)
     found = rx.verify(directory)
     assert found.check() is found
     assert found.verdict == "equal"
     assert found.inside < 1e-4
     assert found.beyond < 1e-4
-    data = json.loads((directory / "verification.json").read_text())
-    assert data["pieces"]["spread"][1:] == [0, TARGET - 1]
-    assert data["versions"]["torch"] == torch.__version__
-    rx.load(directory)  # the new file is not one of the sealed ones
-
-
-@pytest.mark.slow
-def test_what_needs_rope_extend_is_said_and_read_with_it(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "full", "logn")
-    found = rx.verify(directory)
+    assert contents(directory) == before
+    found = rx.verify(saved(tmp_path / "logn", "logn"))
     assert found.verdict == "needs rope_extend"
     assert "rope_extend` but Transformers does not recognize" in found.reason
     assert found.beyond == 0.0
@@ -124,9 +115,6 @@ def test_so_is_what_stock_transformers_reads_on_the_old_window(tmp_path: Path, m
     found = rx.verify(directory)
     assert found.verdict == "needs rope_extend"
     assert "a logit is off by" in found.reason
-    text = (directory / "verification.json").read_text()
-    rx.verify(directory)
-    assert (directory / "verification.json").read_text() == text  # the file has no date in it
 
 
 @pytest.mark.usefixtures("here")
@@ -141,7 +129,6 @@ def test_a_config_that_was_tampered_with_differs(tmp_path: Path, changes: dict[s
     edited(directory, **changes)
     found = rx.verify(directory, reference=original)
     assert found.verdict == "differs"
-    assert json.loads((directory / "verification.json").read_text())["verdict"] == "differs"
     with pytest.raises(rx.RopeExtendError, match="failed: stock transformers: a logit is off by"):
         found.check()
     with pytest.raises(rx.RopeExtendError, match=r"config 'config.json' .* is not what was saved"):
@@ -155,7 +142,6 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "equal: stock transformers alone computes the same logits" in out
     assert "largest difference of a logit beyond the pretrained window" in out
-    rx.load(directory)
     other = saved(tmp_path / "other", "linear", factor=8.0)
     with pytest.raises(SystemExit):
         main(["verify", str(directory), "--reference", str(other)])
@@ -222,4 +208,6 @@ def test_a_process_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(stock_reader, "__file__", str(broken))
     with pytest.raises(rx.RopeExtendError, match="the verifying process ended with 1: no memory"):
         rx.verify(directory)
-    assert not (directory / "verification.json").exists()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(rx.RopeExtendError, match="the verifying process cannot be run"):
+        rx.verify(directory)

@@ -53,18 +53,10 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_bytes((work / "model" / "config.json").read_bytes())
-    found = json.loads(run("info {model} --json --target-length 256", capsys, model=tmp_path))
+    found = json.loads(run("info {model} --json", capsys, model=tmp_path))
     assert found["shape"] == {"dim": 16, "theta": 10_000.0, "trained_length": TRAINED}
     assert found["encoding"] == "none"
-    effects = {effect["encoding"]: effect for effect in found["effects"]}
-    # Plain RoPE at 8x turns its slow channels 8 times as far as in training; interpolation brings them back.
-    assert effects["none"]["unseen"] == pytest.approx(8)
-    assert effects["linear(factor=8)"]["unseen"] == pytest.approx(1)
-    assert effects["linear(factor=8)"]["resolution"] == pytest.approx(1 / 8)
-    assert effects["ntk(factor=8)"]["resolution"] == 1
-    text = run("info {model}", capsys, model=tmp_path)
-    assert "trained window  32 tokens" in text
-    assert "yarn(factor=8)" in text
+    assert "trained window  32 tokens" in run("info {model}", capsys, model=tmp_path)
 
 
 def test_info_of_an_extended_checkpoint(
@@ -130,7 +122,6 @@ def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.C
     ("command", "message"),
     [
         ("info {out}", "cannot load the config"),
-        ("info {model} --target-length 16", "must exceed the trained window"),
         ("finetune --model {model} --data {data} --output-dir {out}/x", "target_length"),
         ("finetune --model {model} --data {out} --output-dir {out}/x --target-length 64", "nothing to read"),
         ("finetune --model {model} --data {data} --output-dir {out}/x --target-length 64k", "tokens"),

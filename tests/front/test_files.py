@@ -17,7 +17,6 @@ from rope_extend.files import (
     check_creatable,
     expand_home,
     replacing,
-    replacing_directory,
     replacing_files,
     write_text,
 )
@@ -92,18 +91,6 @@ def test_temporary_names_differ_and_fit_long_names(tmp_path: Path) -> None:
         first.write_text("first")
         second.write_text("second")
     assert path.read_text() == "first"
-
-
-def test_a_directory_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
-    final = tmp_path / "report"
-    for content in ("old", "new"):
-        with replacing_directory(final) as partial:
-            (partial / f"{content}.txt").write_text(content)
-    assert [path.name for path in final.iterdir()] == ["new.txt"]
-    with pytest.raises(ZeroDivisionError), replacing_directory(final) as partial:
-        (partial / "half.txt").write_text(f"{1 // 0}")
-    assert [path.name for path in final.iterdir()] == ["new.txt"]
-    assert list(tmp_path.iterdir()) == [final]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows flushes only what is open for writing")

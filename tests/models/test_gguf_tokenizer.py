@@ -151,35 +151,6 @@ def test_ends_of_texts_are_added_as_the_file_says(tmp_path: Path) -> None:
     assert pretrained(GenerationConfig, str(tmp_path / "words.gguf")).eos_token_id == 0
 
 
-def test_marked_tokens_of_phi_3_swallow_the_space_after_them(tmp_path: Path) -> None:
-    """As in llama.cpp, by the title of the file, and in Phi-3's own tokenizer."""
-    marked = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]
-
-    def write(writer: Any, count: int) -> None:
-        bytes_ = [f"<0x{value:02X}>" for value in range(256)]
-        tokens = [*marked, "▁", "a", *bytes_]
-        tokens += [f"t{i}" for i in range(count - len(tokens))]
-        kinds = [3] * len(marked) + [1, 1] + [6] * 256
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * count)
-        writer.add_token_types([*kinds, *[1] * (count - len(kinds))])
-
-    ids = {"ggml.bos_token_id": 1, "ggml.unknown_token_id": 0, "ggml.add_space_prefix": False}
-    keys = {f"+tokenizer.{name}": value for name, value in ids.items()}
-    model = llama(vocab_size=300)
-    text = "<|user|>\na<|end|>\n<|user|> a<|endoftext|>\na"
-    for title, expected in (
-        ("Phi-3-mini-4k-instruct", "<s> <|user|> a <|end|> <|user|> a <|endoftext|> <0x0A> a"),
-        ("Llama", "<s> <|user|> <0x0A> a <|end|> <0x0A> <|user|> ▁ a <|endoftext|> <0x0A> a"),
-    ):
-        path = converted(
-            model, tmp_path / f"{title}.gguf", tokenizer=write, **keys, **{"+general.name": title}
-        )
-        ours = pretrained(AutoTokenizer, str(path))
-        assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected.split()
-
-
 @pytest.mark.parametrize(
     ("kind", "keys", "message"),
     [

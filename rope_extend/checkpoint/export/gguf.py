@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from os import PathLike
@@ -34,8 +34,8 @@ from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, Metadata, gguf_metadata, gguf_reader
-from rope_extend.models.gguf_scaling import DEFAULT_BASE, ZERO_FREQUENCY_FACTOR
+from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, gguf_metadata, gguf_reader
+from rope_extend.models.gguf_scaling import ZERO_FREQUENCY_FACTOR
 from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
@@ -132,40 +132,18 @@ def annotate(source: str | PathLike[str], output: str | PathLike[str], record: R
     advice = "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
     with one_error(f"cannot read {path} as GGUF", advice):
         metadata = gguf_metadata(path)
-        _check_model(path, metadata, record)
+    if metadata.architecture not in READS_FACTORS and metadata.of_architecture(
+        "rope.scaling.yarn_log_multiplier"
+    ):
+        raise RopeExtendError(
+            f"{path}: {metadata.architecture} scales attention by YaRN's keys, which the export would "
+            "replace; it cannot be exported to llama.cpp"
+        )
     assert isinstance(record.encoding, RopeEncoding)
     content = schedule(record.encoding, record.shape, record.target_length, metadata.architecture)
     with one_error(f"cannot write {target}"), replacing(target) as partial:
         _write(gguf_reader(path), partial, metadata.architecture, content)
     return target
-
-
-def _check_model(path: Path, metadata: Metadata, record: Record) -> None:
-    """Refuse a file of another rotary shape, or that scales attention by keys that would be replaced."""
-    value, another = metadata.of_architecture, "it is of another model; convert this checkpoint's weights"
-    heads = value("attention.head_count")
-    dim = value("rope.dimension_count") or value("attention.key_length")
-    if dim is None and isinstance(heads, int):
-        dim = value("embedding_length", 0) // heads
-    if dim != record.shape.dim:
-        raise RopeExtendError(
-            f"{path} rotates {dim} channels of each head, but the checkpoint {record.shape.dim}: {another}"
-        )
-    theta = value("rope.freq_base", DEFAULT_BASE)
-    assert isinstance(record.encoding, RopeEncoding)
-    bases = [record.shape.theta]
-    if bool((record.encoding.inv_freq(record.shape) > 0).all()):
-        bases.append(record.encoding.rope_parameters(record.shape)["rope_theta"])
-    if not any(math.isclose(theta, base, rel_tol=1e-4) for base in bases):
-        raise RopeExtendError(
-            f"{path} has the RoPE base {theta:g}, but the model was pretrained with {record.shape.theta:g}: "
-            f"{another}"
-        )
-    if metadata.architecture not in READS_FACTORS and value("rope.scaling.yarn_log_multiplier"):
-        raise RopeExtendError(
-            f"{path}: {metadata.architecture} scales attention by YaRN's keys, which the export would "
-            "replace; it cannot be exported to llama.cpp"
-        )
 
 
 def _write(reader: Any, path: Path, architecture: str, content: Schedule) -> None:
@@ -215,8 +193,6 @@ def _unchanged(gguf: Any, entry: Any) -> Any:
     return entry.parts[-1].tobytes()
 
 
-_ROWS = 4096
-"""Rows that are compared at a time, to save memory."""
 _MOST_UNLIKE = 0.01
 """Share of the values of a matrix that may differ by more than rounding; a merged adapter changes most."""
 _EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "Q8_0": 0.0}
@@ -229,75 +205,60 @@ _SMALLEST = 2.0**-24
 def check_same_weights(path: Path, checkpoint: Path) -> None:
     """Refuse a GGUF file with other weights than a checkpoint, such as those of before a merge.
 
-    Matrices in float32, float16, bfloat16 and Q8_0 are compared. A line of the log names the other formats,
-    whose rounding depends on the program that wrote them.
-    """
-    left_out: dict[str, int] = {}
-    for file, name, tensor, heads in _pairs(path, checkpoint):
-        kind = tensor.tensor_type.name
-        if kind not in _EPSILON:
-            left_out[kind] = left_out.get(kind, 0) + 1
-            continue
-        with open_weights(file) as weights:
-            part = weights.get_slice(name)
-            share = _unlike(tensor, part)
-            if share > _MOST_UNLIKE and heads and len(tensor.data) % (2 * heads) == 0:
-                # A converter may permute the rows, to store the two channels of a pair side by side.
-                order = torch.arange(len(tensor.data)).view(heads, 2, -1).transpose(1, 2).flatten()
-                share = min(share, _unlike(tensor, part[:][order]))
-        if share > _MOST_UNLIKE:
-            raise RopeExtendError(
-                f"{path} has other weights than the checkpoint: {share:.0%} of the values of {name} differ "
-                "by more than rounding. The export would have those of the GGUF file, without what was "
-                "trained or merged since; convert this checkpoint with llama.cpp's convert_hf_to_gguf.py, "
-                "and give that file"
-            )
-    for kind, count in left_out.items():
-        logger.warning(
-            "%s: %d matrices are rounded to %s, so they are not compared with those of the checkpoint; the "
-            "export has them as they are",
-            path.name, count, kind,
-        )  # fmt: skip
-
-
-def _pairs(path: Path, checkpoint: Path) -> Iterator[tuple[Path, str, Any, int]]:
-    """The matrices that both have in the same shape: file and name in the checkpoint, tensor, and heads.
-
-    The number of heads is 0 for matrices other than queries and keys, and where layers differ.
+    Matrices in float32, float16, bfloat16 and Q8_0 are compared, one at a time. A line of the log names the
+    other formats, whose rounding depends on the program that wrote them.
     """
     gguf, metadata = import_module("gguf"), gguf_metadata(path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    if (kind := kinds.get(metadata.architecture)) is None:
+    if (architecture := kinds.get(metadata.architecture)) is None:
         return
-    names = gguf.get_tensor_name_map(kind, metadata.of_architecture("block_count", 0))
+    names = gguf.get_tensor_name_map(architecture, metadata.of_architecture("block_count", 0))
     counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-    stored = {tensor.name: tensor for tensor in gguf_reader(path).tensors}
+    stored, left_out = {tensor.name: tensor for tensor in gguf_reader(path).tensors}, set[str]()
     for file in (checkpoint / name for name in weight_files(checkpoint)):
         with open_weights(file) as weights:
-            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        for name, shape in shapes.items():
-            inner, _, suffix = name.rpartition(".")
-            tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
-            if tensor is not None and len(shape) == 2 and shape == [int(n) for n in tensor.shape[::-1]]:
-                heads = metadata.of_architecture(counts.get(tensor.name.split(".")[-2], ""))
-                yield file, name, tensor, heads if isinstance(heads, int) else 0
+            for name in weights.keys():  # noqa: SIM118 - it is no mapping
+                inner, _, suffix = name.rpartition(".")
+                tensor, shape = (
+                    stored.get(f"{names.get_name(inner)}.{suffix}"),
+                    weights.get_slice(name).get_shape(),
+                )
+                if tensor is None or len(shape) != 2:
+                    continue
+                same, share = shape == [int(n) for n in tensor.shape[::-1]], 1.0
+                if same and (kind := tensor.tensor_type.name) not in _EPSILON:
+                    left_out.add(kind)
+                    continue
+                if same:
+                    heads = metadata.of_architecture(counts.get(tensor.name.split(".")[-2], ""))
+                    share = _unlike(tensor, weights.get_tensor(name), heads if isinstance(heads, int) else 0)
+                if share > _MOST_UNLIKE:
+                    raise RopeExtendError(
+                        f"{path} has other weights than the checkpoint: {share:.0%} of the values of {name} "
+                        "differ by more than rounding. The export would have those of the GGUF file, without "
+                        "what was trained or merged since; convert this checkpoint with llama.cpp's "
+                        "convert_hf_to_gguf.py, and give that file"
+                    )
+    for kind in sorted(left_out):
+        logger.warning("%s: matrices rounded to %s are not compared with the checkpoint", path.name, kind)
 
 
-def _unlike(tensor: Any, weights: Any) -> float:
-    """The share of values that differ by more than rounding, of a tensor or a slice of a file.
+def _unlike(tensor: Any, weights: torch.Tensor, heads: int) -> float:
+    """The share of values that differ by more than rounding.
 
-    Each may differ by half a step of either format, and a hundredth more for the arithmetic.
+    Each may differ by half a step of either format, and a hundredth more for the arithmetic. A converter may
+    permute the rows of `heads` heads, to store the two channels of a pair side by side.
     """
-    dequantize, kind = import_module("gguf").dequantize, tensor.tensor_type.name
-    unlike = 0
-    for start in range(0, len(tensor.data), _ROWS):
-        part = weights[start : start + _ROWS]
-        own = part.float().numpy()
-        stored = dequantize(tensor.data[start : start + _ROWS], tensor.tensor_type)
+    stored, kind = import_module("gguf").dequantize(tensor.data, tensor.tensor_type), tensor.tensor_type.name
+    orders = [torch.arange(len(weights))]
+    if heads and len(weights) % (2 * heads) == 0:
+        orders.append(orders[0].view(heads, 2, -1).transpose(1, 2).flatten())
+    shares = []
+    for own in (weights[order].float().numpy() for order in orders):
         size = np.maximum(np.abs(own), np.abs(stored))
-        steps = (torch.finfo(part.dtype).eps + _EPSILON[kind]) / 2 * size + _SMALLEST
+        steps = (torch.finfo(weights.dtype).eps + _EPSILON[kind]) / 2 * size + _SMALLEST
         if kind == "Q8_0":
             largest = np.abs(stored).reshape(len(stored), -1, 32).max(axis=2)
             steps += np.repeat(largest * (0.5 / 127 + 2.0**-11), 32, axis=1)
-        unlike += int((np.abs(own - stored) > 1.01 * steps).sum())
-    return unlike / int(np.prod(tensor.shape))
+        shares.append(float((np.abs(own - stored) > 1.01 * steps).mean()))
+    return min(shares)

@@ -17,20 +17,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import RECORD_NAME, locate, read_json
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME, locate, read_json
 from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
-from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.restoring import checked_record
-from rope_extend.checkpoint.saving import save
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
 from rope_extend.encodings import RopeEncoding
@@ -45,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
-_REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
+_REWRITTEN = ("config.json", RECORD_NAME)
 _LOAD = "load it with rope_extend.load"
 
 
 def export(
-    model: nn.Module | str | PathLike[str],
+    directory: str | PathLike[str],
     output: str | PathLike[str],
     to: str = "transformers",
     *,
@@ -65,9 +62,8 @@ def export(
     and, if asked for, verified.
 
     Args:
-        model: a patched model, or a directory that `rope_extend.save` or `rope_extend.merge` wrote. A model
-            is saved to a temporary directory next to the output first; its tokenizer is not exported. An
-            adapter is merged first, except for llama.cpp, where it is refused.
+        directory: what `rope_extend.save` or `rope_extend.merge` wrote, or its hub id. An adapter is merged
+            first, except for llama.cpp, where it is refused.
         output: the output directory; created if missing.
         to: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         overwrite: replace a checkpoint in the output directory; other files stay.
@@ -78,20 +74,16 @@ def export(
             weights, so merge an adapter before the conversion.
 
     Raises:
-        RopeExtendError: the target does not support the encoding, with the reason; the model is not patched;
-            the directory is not a checkpoint or is damaged; the output is in use; or the logits differ.
+        RopeExtendError: the target does not support the encoding, with the reason; the directory is not a
+            checkpoint or is damaged; the output is in use; or the logits differ.
     """
     target, file = Path(expand_home(output)), None if gguf is None else Path(expand_home(gguf))
-    source = target
-    if isinstance(model, nn.Module):
-        record, adapter = Record.of(model, base_model), is_peft_model(model)
-    else:
-        source = local_directory(model)
-        record, adapter = checked_record(source, check_files=True), (source / "adapter_config.json").exists()
-        if target.exists() and source.resolve() == target.resolve():
-            raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
-        if adapter:
-            refuse_base_model(target, base_model or record.base_model)
+    source = local_directory(directory)
+    record, adapter = checked_record(source, check_files=True), (source / ADAPTER_CONFIG).exists()
+    if target.exists() and source.resolve() == target.resolve():
+        raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
+    if adapter:
+        refuse_base_model(target, base_model or record.base_model)
     form = _checked_form(record, target, to, file)
     if file is not None and adapter:
         raise RopeExtendError(
@@ -99,14 +91,11 @@ def export(
             "Merge it first (rope-extend merge), convert the merged directory with llama.cpp's "
             "convert_hf_to_gguf.py, and export that directory with the new file"
         )
-    # What is saved or merged first lies next to the export, so that its weights can be linked.
+    # What is merged first lies next to the export, so that its weights can be linked.
     with (
         staged(target, overwrite=overwrite) as staging,
         TemporaryDirectory(dir=staging, ignore_cleanup_errors=True) as work,
     ):
-        if isinstance(model, nn.Module):
-            source = save(model, Path(work) / "saved", base_model=base_model)
-            record = checked_record(source, check_files=False)
         if file is not None:
             annotate(file, staging / file.name, record)
             check_same_weights(file, source)

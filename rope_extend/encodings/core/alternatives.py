@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class BiasEncoding(Encoding):
     """
 
     replaces_rotation = True
+    by_distance: ClassVar[bool] = True
+    """Whether the bias depends on the distance alone."""
 
     @abstractmethod
     def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
@@ -30,13 +33,6 @@ class BiasEncoding(Encoding):
         the position of that query, of a shape that broadcasts to `distance`. `learned` holds the learned
         parameters, float32, by the names of `initial`.
         """
-
-    def distance_only_until(self, shape: ModelShape, learned: LearnedValues) -> Tensor | None:
-        """The last query position at which the bias depends on the distance alone, `[]`; None for all.
-
-        It stays on the device of the parameters: all layers' are read at once.
-        """
-        return None
 
 
 class AbsoluteEncoding(Encoding):

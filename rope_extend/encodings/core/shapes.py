@@ -132,11 +132,9 @@ class ModelShape(Checked):
         hidden_size: channels of a token's embedding.
         trained_length: the window the model was pretrained on, in tokens.
         head_dim: channels of a query and of a key.
-        value_dim: channels of a value.
     """
 
     heads: Annotated[int, whole(1, MAX_LENGTH)]
     hidden_size: Annotated[int, whole(1, MAX_LENGTH)]
     trained_length: Annotated[int, check_length]
     head_dim: Annotated[int, whole(1, MAX_LENGTH)] = 64
-    value_dim: Annotated[int, whole(1, MAX_LENGTH)] = 64
