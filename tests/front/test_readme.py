@@ -14,8 +14,8 @@ from commands import Commands
 import rope_extend as rx
 from rope_extend.advice.shipped import shipped_names
 from rope_extend.cli.main import parse
+from rope_extend.cli.train import recipe_of
 from rope_extend.models.families import REFUSED
-from rope_extend.training.recipe import recipe_from_arguments
 from rope_extend.training.resume import checkpoints, read_state
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     parsed = parse(words)
     if words[0] == "finetune":
-        recipe_from_arguments(parsed)
+        recipe_of(parsed)
     for word in words:
         if word.startswith(("configs/", "rope_extend/")):
             assert Path(word).exists(), word
