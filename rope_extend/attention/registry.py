@@ -50,10 +50,8 @@ def own_function(module: nn.Module, implementation: str) -> AttentionFunction:
     """The function that the family of an attention module uses for an attention implementation."""
     family = sys.modules[type(module).__module__]
     interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    try:
-        function: AttentionFunction = interface[implementation]  # `get_interface` takes five calls
-    except KeyError:
-        function = interface.get_interface(implementation, getattr(family, "eager_attention_forward", None))
+    eager = getattr(family, "eager_attention_forward", None)
+    function: AttentionFunction = interface.get_interface(implementation, eager)
     return function
 
 

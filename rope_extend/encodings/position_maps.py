@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rope_extend.checks import FLAG, number
-from rope_extend.encodings.composed import log_n_scale
 from rope_extend.encodings.core.regions import NEAR, Bands, Chunks, Region, StartAndWindow
 from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.shapes import RopeShape, check_length
@@ -47,11 +46,6 @@ class SelfExtend(RemapEncoding):
         room = max(1.0, 2 * trained / 3 - window)
         return {"window": window, "group": max(2, math.ceil((target - window) / room))}
 
-    @property
-    def borders(self) -> Bands:
-        """Distances from `window` on are changed."""
-        return Bands(self.window)
-
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """`i // G + W - W/G` and `j // G` for distant pairs."""
         shift = self.window - self.window / self.group
@@ -60,10 +54,6 @@ class SelfExtend(RemapEncoding):
     def target_length(self, shape: RopeShape) -> int:
         """`(L - W) G + W`, which the largest distance of L - 1 allows."""
         return max(0, shape.trained_length - self.window) * self.group + self.window
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """`max(1, ln(p+1) / ln L)` with `log_n`."""
-        return log_n_scale(shape, position_ids) if self.log_n else None
 
 
 @dataclass(frozen=True)
@@ -90,11 +80,6 @@ class ReRoPE(RemapEncoding):
     def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"window": max(1, trained // 4)}
 
-    @property
-    def borders(self) -> Bands:
-        """Distances from `window` on are changed."""
-        return Bands(self.window)
-
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """w and 0 for distant pairs, or `(i + w (leak - 1)) / leak` and `j / leak`."""
         leak, window = self.leak, self.window
@@ -107,10 +92,6 @@ class ReRoPE(RemapEncoding):
         if self.leak is None:
             return None
         return math.floor(self.window + max(0, shape.trained_length - self.window) * self.leak)
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """`max(1, ln(p+1) / ln L)` with `log_n`."""
-        return log_n_scale(shape, position_ids) if self.log_n else None
 
 
 @dataclass(frozen=True)
@@ -200,11 +181,6 @@ class JetLong(RemapEncoding):
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether the text is within the window, or all its pairs are near."""
         return highest < self.window or super().is_plain(shape, lowest, highest)
-
-    def largest_distance(self, shape: RopeShape, length: int) -> float:
-        """The largest distance in a text: at its end, or where the group grew last."""
-        ends = {length, length // self.window * self.window or length}
-        return max(super(JetLong, self).largest_distance(shape, end) for end in ends)
 
     @property
     def borders(self) -> Bands:

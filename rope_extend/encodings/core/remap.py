@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rope_extend.checks import checked
 from rope_extend.encodings.core.regions import Bands, Chunks, Region, StartAndWindow
-from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.rope import RopeEncoding, log_n_scale
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
@@ -81,10 +81,17 @@ class RemapEncoding(RopeEncoding):
 
     rotates_in_attention = True
 
+    window: int
+    log_n: bool = False
+
     @property
-    @abstractmethod
     def borders(self) -> Bands | Chunks | StartAndWindow:
-        """Which pairs belong to which region."""
+        """Which pairs belong to which region; here, distances from `window` on are changed."""
+        return Bands(self.window)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """`max(1, ln(p+1) / ln L)` with `log_n`, for methods that have it."""
+        return log_n_scale(shape, position_ids) if self.log_n else None
 
     @abstractmethod
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
@@ -101,15 +108,6 @@ class RemapEncoding(RopeEncoding):
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
         return self.borders.is_plain(lowest, highest)
-
-    def largest_distance(self, shape: RopeShape, length: int) -> float:
-        """The largest distance that is given to a pair of the last token in a text of `length` tokens."""
-        keys = torch.arange(length, device="cpu")
-        return float(self.distance(shape, keys[-1:], keys).nan_to_num(0).max())
-
-    def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
-        """The angle that each channel pair reaches in a text of a length, `[dim/2]` float64, radians."""
-        return (self.largest_distance(shape, length) + 1) * shape.inv_freq()
 
     def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
         """The distance that pairs are given, float64; NaN for pairs that do not attend.

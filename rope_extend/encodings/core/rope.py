@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -305,3 +306,18 @@ def inner_schedule(outer: Any, field: str = "inner", *, may_remap: bool = False)
             f"and goes into no other method; use {inner.name} alone"
         )
     return inner
+
+
+def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
+    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
+
+    Raises:
+        RopeExtendError: the trained window is one token, for which the formula has no value.
+    """
+    if shape.trained_length == 1:
+        raise RopeExtendError(
+            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it "
+            "off, or use another method"
+        )
+    seen = position_ids.to(torch.float64).clamp(min=0)  # padding may have negative positions
+    return (torch.log1p(seen) / math.log(shape.trained_length)).clamp(min=1)
