@@ -26,7 +26,7 @@ from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
 from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import PatchError, RopeExtendError
-from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
+from rope_extend.method_names import CURRENT, PRETRAINED, check_start
 from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
@@ -63,11 +63,6 @@ def current_patch(model: nn.Module) -> Patch | None:
     return stack[-1] if stack else None
 
 
-def _no_rotation(shape: RopeShape) -> RopeEncoding:
-    """A rotary schedule of zero frequencies, for encodings that are not rotary."""
-    return rotary_method("nope").for_target(shape, shape.trained_length)
-
-
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
     """The largest window or chunk of the layers that rotate; None if a layer that rotates has none.
 
@@ -97,7 +92,8 @@ class Patch(Removable):
     def __init__(self, model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> None:
         self.model = model
         self.encoding = encoding
-        self.rotary = encoding if isinstance(encoding, RopeEncoding) else _no_rotation(shape)
+        none = rotary_method("nope").for_target(shape, shape.trained_length)
+        self.rotary = encoding if isinstance(encoding, RopeEncoding) else none
         self.shape = shape
         self.target_length = target_length
         self.changed = False
@@ -413,8 +409,6 @@ def extend(
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
     named = method_named(f"short_original({method})" if short else method)
-    if start not in STARTS and any("start" in cls.parameters() for cls in named.classes):
-        parameters, start = {**parameters, "start": start}, PRETRAINED  # a parameter of `learned`
     check_start("extend", start, current_length)
     if short and start == CURRENT:
         raise RopeExtendError(

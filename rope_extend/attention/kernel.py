@@ -127,11 +127,7 @@ class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return self.cumulative_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not possible.
-
-        Raises:
-            PatchError: always.
-        """
+        """Not possible."""
         raise PatchError("linear attention keeps a sum of all tokens, and no token can be removed from it")
 
 
@@ -142,12 +138,7 @@ class KernelHandler(AttentionHandler):
     shape: RopeShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
-        """Replace the attention of a decoder.
-
-        Raises:
-            UnsupportedModelError: this is not possible in the family, or not with the attention
-                implementation, or a layer has a sliding window.
-        """
+        """Replace the attention of a decoder."""
         super().install(decoder, undo)
         for module in extended_modules(self.encoding, decoder, self.adapter):
             undo.hook(module, give_cache)
@@ -158,12 +149,7 @@ class KernelHandler(AttentionHandler):
                 )
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Linear attention, without attention weights.
-
-        Raises:
-            PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
-                hides earlier ones, or a cache that cannot be continued.
-        """
+        """Linear attention, without attention weights."""
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:

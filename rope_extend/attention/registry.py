@@ -60,11 +60,6 @@ def never_compiled(function: _Function) -> _Function:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
-def is_dense(implementation: str) -> bool:
-    """Whether an implementation takes a mask over queries and keys; flash and flex attention do not."""
-    return "flash" not in implementation and "flex" not in implementation
-
-
 def takes_suffix(implementation: str) -> bool:
     """Whether an implementation needs no mask if the queries are the last of the keys."""
     return implementation.endswith(SUFFIX)

@@ -167,12 +167,7 @@ class RotationHandler(AttentionHandler):
     shape: RopeShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
-        """Act inside the attention of a decoder.
-
-        Raises:
-            UnsupportedModelError: this is not possible in the family, or not with the attention
-                implementation, or no layer sees tokens beyond the trained window.
-        """
+        """Act inside the attention of a decoder."""
         modules = extended_modules(self.encoding, decoder, self.adapter)
         windows = [attention_window(module) for module in modules]
         if self.encoding.remaps and windows and all(self._is_short(window) for window in windows):
@@ -192,11 +187,7 @@ class RotationHandler(AttentionHandler):
         return window is not None and 0 < window <= self.shape.trained_length
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention with queries and keys rotated here, by the region of each pair.
-
-        Raises:
-            PatchError: the positions in this call are not known, or the encoding cannot compute its mask.
-        """
+        """Attention with queries and keys rotated here, by the region of each pair."""
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
         held, remaps = held_layer(call.key), self.encoding.remaps

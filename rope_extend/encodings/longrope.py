@@ -121,11 +121,7 @@ class LongRoPE(ScaledRope):
         return target_length
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `longrope`.
-
-        Raises:
-            RopeExtendError: there are start tokens, or the lists do not fit the model.
-        """
+        """Stock `longrope`."""
         if self.start_tokens:
             raise RopeExtendError(
                 f"longrope with start_tokens={self.start_tokens} has no form that stock transformers can "

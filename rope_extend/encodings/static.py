@@ -336,11 +336,7 @@ class ABF(RopeEncoding):
         """Without `theta`, uses the critical base for the target: `theta^(ln(L'/2pi) / ln(L/2pi))`.
 
         The channels that complete a turn within the trained window then complete one within the target
-        (Theorem 1 of 2310.05209).
-
-        Raises:
-            RopeExtendError: the trained window is too short for the rule, or a parameter is invalid.
-        """
+        (Theorem 1 of 2310.05209)."""
         cls.check_names(parameters)
         if "theta" not in parameters:
             if shape.trained_length <= 2 * math.pi:

@@ -258,11 +258,6 @@ def test_a_model_without_one_table_is_refused(method: str, message: str) -> None
         rx.extend(stock("dynamic", window=TRAINED), TARGET, "yarn", start="current")
 
 
-def test_the_parameter_start_of_another_method_still_works() -> None:
-    with rx.extend(llama(), TARGET, "learned", start="zeros") as patch:
-        assert patch.encoding == rx.encoding("learned", rows=TARGET, start="zeros")
-
-
 @pytest.mark.parametrize("turns", [0.01, 0.5, 1.0, 7.0, 100.0])
 def test_the_index_of_plain_rope_is_the_formula(turns: float) -> None:
     """An extended shape with plain RoPE's table counts turns as the pretrained one."""

@@ -37,12 +37,7 @@ class RemapEncoding(RopeEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Parameters from the lengths, see the class; a parameter that is given is kept.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, one beyond the trained window, or distances beyond
-                it in a text as long as the target.
-        """
+        """Parameters from the lengths, see the class; a parameter that is given is kept."""
         cls.check_names(parameters)
         given = checked(cls, parameters)
         built = cls.make(cls._from_lengths(shape.trained_length, target_length, given) | given)

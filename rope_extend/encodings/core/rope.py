@@ -230,11 +230,7 @@ class ScaledRope(RopeEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The one place where `factor = target_length / trained_length` is computed.
-
-        Raises:
-            RopeExtendError: `factor` is given as well, or a parameter is unknown or invalid.
-        """
+        """The one place where `factor = target_length / trained_length` is computed."""
         if "factor" in parameters:
             raise RopeExtendError(
                 f"{cls.name}: factor follows from target_length ({target_length} / {shape.trained_length} = "
