@@ -81,11 +81,7 @@ def in_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one block of queries after the other, each computed again for the backward pass.
 
-    Args:
-        attend: called with a block and the tensors; gives output and weights.
-        blocks: the first arguments of each call.
-        tensors: what gradients have to reach.
-        dropout: whether attention draws random numbers.
+    `attend` is called with a block and the `tensors`, which gradients have to reach.
     """
     recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     outputs, weights = [], []

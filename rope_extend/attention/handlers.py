@@ -29,17 +29,7 @@ from rope_extend.models.view import layer_config
 def handler_for(
     encoding: Encoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
 ) -> AttentionHandler | None:
-    """The handler for everything that an encoding does beyond its rotary tables, not installed yet.
-
-    Args:
-        encoding: the encoding.
-        shape: the rotary shape of the model.
-        model: the transformers model.
-        adapter: the model's family.
-
-    Returns:
-        The handler with its learned parameters; None if the rotary tables are all that the encoding needs.
-    """
+    """The handler for what an encoding does beyond its rotary tables, not installed yet; None for nothing."""
     if isinstance(encoding, BiasEncoding):
         modules = extended_modules(encoding, model.base_model, adapter)
         sized = _model_shape(model, shape, modules[0] if modules else None)

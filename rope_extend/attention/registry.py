@@ -28,17 +28,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def register(name: str, attention: AttentionFunction, mask: Callable[..., Any]) -> str:
-    """Register an attention function and its mask function with transformers.
+    """Register an attention function with transformers; returns its name for `config._attn_implementation`.
 
-    Without a mask function, transformers would call the attention function without a mask.
-
-    Args:
-        name: the name without the prefix.
-        attention: the attention function.
-        mask: the mask function, called as transformers' own.
-
-    Returns:
-        The name with the prefix, for `config._attn_implementation`.
+    Without a mask function, transformers would call it without a mask.
     """
     full_name = PREFIX + name
     AttentionInterface.register(full_name, attention)

@@ -39,7 +39,7 @@ from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import beyond_plain, takes_suffix, without_cudnn
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.sink_cache import SinkLayer, held_layer
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import RemapEncoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.regions import DROPPED, NEAR, Chunks, Region
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -75,8 +75,11 @@ class _Forward(Forward):
         )
         self.centres = queries // self.block * self.block if self.block else torch.zeros_like(queries)
         self.scale = self.encoding.logit_scale(self.shape, queries)
-        factor = self.encoding.factor_of_queries(self.shape, queries)
-        if factor is not None and not handler.normalised:
+        self.normalised = handler.normalised
+        factor = None
+        if isinstance(self.encoding, RemapEncoding):
+            factor = self.encoding.factor_of_queries(self.shape, queries)
+        if factor is not None and not self.normalised:
             self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
@@ -112,6 +115,12 @@ class _Forward(Forward):
             self.shape.inv_freq() if region.schedule is None else region.schedule.inv_freq(self.shape, length)
         )
 
+    def size(self, region: Region, length: int) -> float:
+        """The factor on cos and sin. Position maps have one on all logits of a query instead."""
+        if region is NEAR or self.encoding.remaps or self.normalised:
+            return 1.0
+        return self.encoding.attention_factor(self.shape, length)
+
     def angles(self, region: Region, at: Tensor, table: Tensor) -> Tensor:
         """The angles of a region at the positions that it gives, `[..., n, dim/2]` float64."""
         return angles_of(region.schedule or self.encoding, self.shape, at, table)
@@ -143,12 +152,14 @@ class _Forward(Forward):
         given = torch.stack([getattr(each, of)(at[row]) for row, each in enumerate(regions)])
         of_rows = [self.table(each, length) for each, (length, _) in zip(regions, tables, strict=True)]
         turned_rows = torch.tensor([each is not NEAR for each in regions], dtype=torch.float64)
+        sizes = [self.size(each, length) for each, (length, _) in zip(regions, tables, strict=True)]
         device = float64_device(like.device)
         at, given, turned_rows = (to_device(each, device) for each in (at, given, turned_rows))
         changed = next(each for each in regions if each is not NEAR)
         angles = self.angles(changed, given, torch.stack(of_rows)[:, None]) - self.rotary.plain_angles(at)
         angles = angles * turned_rows[:, None, None]  # a row within the trained window stays as it is
-        cos, sin = angles.cos(), angles.sin()
+        size = to_device(torch.tensor(sizes, dtype=torch.float64), device)[:, None, None]
+        cos, sin = angles.cos() * size, angles.sin() * size
         if self.decay is not None:
             centres = to_device(torch.tensor([centre for _, centre in tables]), device)
             # No query attends to keys after the block, but their factor must stay finite.
@@ -269,6 +280,7 @@ class RotationHandler(AttentionHandler):
         region = forward.encoding.borders.region(query, keys)
         # The query and the key are at their own angles, and their difference shall be that of the region.
         turns = rotary.plain_angles(query) - rotary.plain_angles(keys)
+        sizes = torch.ones(rows, 1, 1, dtype=torch.float64)
         for row, length in enumerate(forward.lengths.expand(rows, -1)[:, 0].tolist()):
             for index, each in enumerate(forward.regions(length)):
                 here = region[row] == index
@@ -276,9 +288,10 @@ class RotationHandler(AttentionHandler):
                     turns[row, here] = 0
                     continue
                 table = forward.table(each, length)
+                sizes[row] = forward.size(each, length) ** 2  # of the query and of the key
                 given = forward.angles(each, each.query(query[row].double()), table)
                 turns[row, here] -= given - forward.angles(each, each.key(keys[row, here].double()), table)
-        cos, sin = turns.cos(), turns.sin()
+        cos, sin = turns.cos() * sizes, turns.sin() * sizes
         if forward.decay is not None:
             size = ((query - keys)[..., None] * forward.decay).exp()
             cos, sin = cos * size, sin * size

@@ -91,11 +91,7 @@ class ExtendedRotaryEmbedding(nn.Module):
     float64; only cos and sin are rounded.
 
     Args:
-        encoding: the schedule.
-        shape: the rotary shape of the model.
         module: the module that is replaced: the stock one, or that of an earlier patch.
-        adapter: the model's family.
-        config: the model's config.
         marked: whether cos and sin say which positions they belong to.
 
     Attributes:

@@ -64,10 +64,6 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     """Whether stock transformers computes the encoding of a patched model from its config.
 
     If not, its own tables would be those of the pretrained model, or those of the longest row of a batch.
-
-    Args:
-        config: the config of a patched model.
-        target_length: the extended window, in tokens.
     """
     record = config_record(config)
     if record and record.encoding.beyond_one_table(record.shape):

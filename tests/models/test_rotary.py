@@ -7,12 +7,10 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from batches import tokens
 from cases import (
     ALTERNATIVES,
@@ -30,7 +28,6 @@ from cases import (
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_extend as rx
@@ -231,20 +228,6 @@ def test_apples_gpus_get_angles_from_the_cpu(
     assert cos.device.type == "meta"
     assert module._table.device.type == "cpu"
     assert_exact(patched, torch.bfloat16, BF16_ROUNDING)
-
-
-def test_data_parallel(tmp_path: Path) -> None:
-    model = llama()
-    rx.extend(model, TARGET)
-    input_ids = torch.randint(3, 64, (2, 50))
-    want = model(input_ids).logits
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        torch.testing.assert_close(wrapped(input_ids).logits, want)
-        assert rx.current_patch(wrapped) is rx.current_patch(model)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

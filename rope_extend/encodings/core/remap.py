@@ -104,6 +104,13 @@ class RemapEncoding(RopeEncoding):
         """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
         return self.borders.is_plain(lowest, highest)
 
+    def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
+
+        Float64, of the shape of `position_ids` `[...]`.
+        """
+        return None
+
     def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
         """The distance that pairs are given, float64; NaN for pairs that do not attend.
 

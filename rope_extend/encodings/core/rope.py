@@ -103,27 +103,15 @@ class RopeEncoding(Encoding):
         `length` is the result of `table_length` for the query. `NEAR` are pairs that the model has rotated
         already.
         """
-        plain = not self.rotates_in_attention or torch.equal(self.inv_freq(shape, length), shape.inv_freq())
-        kept = plain and self.decay(shape) is None
+        table, factor = self.inv_freq(shape, length), self.attention_factor(shape, length)
+        plain = factor == 1 and torch.equal(table, shape.inv_freq()) and self.decay(shape) is None
+        kept = plain or not self.rotates_in_attention
         return (NEAR if kept else Region(NEAR.query, NEAR.key, self),)
 
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether attention to a text with positions from `lowest` to `highest` turns no pair."""
         length = self.table_length(shape, torch.tensor([highest + 1], device="cpu"))
         return all(region is NEAR for region in self.regions(shape, int(length)))
-
-    def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
-
-        Float64, of the shape of `position_ids` `[...]`. Only if attention rotates.
-        """
-        if not self.rotates_in_attention:
-            return None
-        lengths, which = torch.unique(self.table_length(shape, position_ids + 1), return_inverse=True)
-        factors = [self.attention_factor(shape, length) for length in lengths.tolist()]
-        if all(factor == 1 for factor in factors):
-            return None
-        return torch.tensor(factors, dtype=torch.float64, device=position_ids.device)[which] ** 2
 
     @abstractmethod
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
