@@ -205,10 +205,13 @@ def test_scaling_that_the_checkpoint_carries_is_replaced_knowingly(
     assert patch.encoding == rx.encoding("linear", factor=FACTOR)  # over the trained window, not on top
     assert f"{rope_type} (window {4 * TRAINED}) replaced by linear(factor=8)" in caplog.text
     fresh = llama()
-    rx.extend(fresh, TARGET, "linear")
-    assert_same_but_rounding(logits(model), logits(fresh))
+    with rx.extend(fresh, TARGET, "linear"):
+        assert_same_but_rounding(logits(model), logits(fresh))
     patch.remove()
     assert torch.equal(logits(model), before)
+    # Nor does it stay in the module that rotates plainly, for a method that turns inside attention.
+    with rx.extend(model, TARGET, "dynamic_linear"), rx.extend(fresh, TARGET, "dynamic_linear"):
+        assert_same_but_rounding(logits(model), logits(fresh))
 
 
 def test_linear_scaling_without_the_trained_length_is_refused() -> None:
