@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from rope_extend.encodings.core.rope import RopeEncoding
 
 DROPPED = -1
 """The region of pairs that do not attend."""
@@ -26,13 +23,13 @@ class Region:
     Attributes:
         query: the position that a query is rotated to.
         key: the position that a key is rotated to.
-        schedule: the frequencies of the rotation, by the length of `regions`; None for plain RoPE. Its factor
-            on cos and sin belongs to all pairs of a query, see `factor_of_queries`.
+        schedule: the `RopeEncoding` of the frequencies, by the length of `regions`; None for plain RoPE. In a
+            position map, its factor on cos and sin belongs to all pairs of a query (`factor_of_queries`).
     """
 
     query: PositionMap
     key: PositionMap
-    schedule: RopeEncoding | None = None
+    schedule: Any = None
 
 
 def _same(positions: Tensor) -> Tensor:
