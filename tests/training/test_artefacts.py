@@ -45,6 +45,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "metrics.read_metrics": TEXT,
         "metrics.Metrics.__init__": TEXT,
         "metrics.Metrics._append": None,  # writes
+        "metrics._not_a_link": None,  # the same
         "resume._torch_save": None,  # the same
     },
     "data": {
