@@ -1,42 +1,28 @@
-"""A fine-tuning run: loss, and perplexity before and after."""
+"""A fine-tuning run: loss by step."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
     INK,
     PALETTE,
-    PLAIN,
-    TUNED,
-    UNTRAINED,
     Canvas,
-    draw_line,
-    length_axis,
-    mark_window,
-    perplexity_axis,
 )
 
 
 def plot_training(metrics: str | Path, path: str | Path) -> Path:
     """Draw the loss against the step, from a run's `metrics.jsonl`, with its running mean.
 
-    A second panel shows the norm of the gradient before clipping, if the file has it.
-
     Args:
         metrics: a file of JSON lines. Lines with `step` and `loss` (nats per token) are drawn.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: the file is missing or has no loss in it, or the format is unknown.
     """
     metrics = Path(metrics)
     if not metrics.is_file():
@@ -45,65 +31,22 @@ def plot_training(metrics: str | Path, path: str | Path) -> Path:
     for text in metrics.read_bytes().splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off, or has no loss
             line = json.loads(text)
-            points.append((line["step"], line["loss"], line.get("grad_norm", math.nan)))
+            points.append((line["step"], line["loss"]))
     if not points:
         raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
-    steps, losses, norms = np.array(points, dtype=np.float64).T
+    steps, losses = np.array(points, dtype=np.float64).T
     width = max(1, len(losses) // 10)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     starts = np.maximum(np.arange(1, len(losses) + 1) - width, 0)
     means = (sums[1:] - sums[starts]) / (np.arange(1, len(losses) + 1) - starts)
 
     subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
-    known = np.isfinite(norms) & (norms > 0)
-    canvas = Canvas(path, "Training", subtitle, panels=2 if known.any() else 1)
+    canvas = Canvas(path, "Training", subtitle)
     axes = canvas.axes
     marker = "o" if len(steps) < 3 else ""  # one point is no line
     axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1, marker=marker)
     axes.plot(steps, means, color=PALETTE[0], linewidth=2)
     axes.set_ylabel("loss, nats per token", color=INK)
-    if known.any():
-        axes = canvas.panels[1]
-        axes.plot(steps[known], norms[known], color=PALETTE[1], linewidth=1, marker=marker)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-        axes.set_ylabel("norm of the gradient", color=INK)
     axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    return canvas.save()
-
-
-def plot_course(
-    curves: Mapping[int, Mapping[int, float]],
-    trained_length: int,
-    path: str | Path,
-) -> Path:
-    """Draw perplexity against length before a run, at each evaluation during it, and after.
-
-    Args:
-        curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
-        trained_length: the window the model was pretrained with, in tokens.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: there is nothing to draw, or the format is unknown.
-    """
-    if not any(curves.values()):
-        raise RopeExtendError("nothing to draw: no perplexity was measured")
-    order = sorted(step for step, curve in curves.items() if curve)
-    subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
-    canvas = Canvas(path, "Perplexity before and after training", subtitle, room=16)
-    axes = canvas.axes
-    for step in order:
-        lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
-        if step not in (order[0], order[-1]):
-            axes.plot(lengths, values, color=PALETTE[0], alpha=0.3, linewidth=1)
-            continue
-        draw_line(
-            axes, lengths, values, label=f"step {step:,}" if step else "before", marker="o", markersize=5.5,
-            color=PALETTE[0] if step else PLAIN, linestyle=TUNED if step else UNTRAINED,
-        )  # fmt: skip
-    perplexity_axis(axes)
-    length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
-    mark_window(axes, trained_length)
     return canvas.save()

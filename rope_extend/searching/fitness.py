@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.data.documents import Document, fingerprint
-from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, evaluation_mode
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.prompts import Task, encode, make_prompt
 from rope_extend.evaluation.tasks import Needle, Passkey, template_for

@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.files import replacing_files
 from rope_extend.report.page import PAGE, Part, Picture, write_pages
 from rope_extend.report.tables import Code, Line, Section, number, public_name
@@ -89,7 +90,8 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
         RopeExtendError: the metrics or the recipe cannot be read.
         OSError: the report cannot be written.
     """
-    from rope_extend.plots.training_curves import plot_course, plot_training
+    from rope_extend.plots.curves import plot_perplexity
+    from rope_extend.plots.training_curves import plot_training
 
     recipe = Recipe.from_yaml(directory / "recipe.yaml")
     log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
@@ -98,10 +100,10 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
         pictures = []
         if log.curves:
             heading = "Perplexity against length, before and after training"
-            draw = partial(plot_course, log.curves, trained_length)
+            draw = partial(plot_perplexity, _rows(log, recipe.method, trained_length))
             pictures.append(Picture(heading, draw, "perplexity.png"))
         draw = partial(plot_training, directory / "metrics.jsonl")
-        pictures.append(Picture("Loss and norm of the gradient by step", draw, "training.png"))
+        pictures.append(Picture("Loss by step", draw, "training.png"))
         name = directory.resolve().name
         # Another directory, because a command refuses one that holds a run.
         words = ["rope-extend", "finetune", "recipe.yaml", "--output-dir", f"{name}-again"]
@@ -117,6 +119,17 @@ def add_training_report(directory: Path, *, trained_length: int) -> None:
         write_training_report(directory, trained_length=trained_length)
     except Exception as error:  # the trained model is worth more than the report
         logger.warning("cannot write the training report: %s", error)
+
+
+def _rows(log: RunLog, method: str, trained_length: int) -> list[EvaluationRow]:
+    """The first and the last perplexities, for the picture."""
+    return [
+        EvaluationRow(
+            f"step {step:,}" if step else "before", {"name": method}, adapter="run" if step else None,
+            result=PerplexityResult(dict(log.curves[step])), trained_length=trained_length,
+        )
+        for step in sorted({min(log.curves), max(log.curves)})
+    ]  # fmt: skip
 
 
 def _lead(recipe: Recipe, trained_length: int) -> str:
