@@ -11,7 +11,7 @@ from typing import Any
 from measuring import Row, row
 
 import rope_extend as rx
-from rope_extend.training.run_report import RunLog
+from rope_extend.training.metrics import read_metrics
 
 
 def interpolation_curve(repetitions: int, steps: int | None = None, **changes: Any) -> Iterator[Row]:
@@ -27,7 +27,11 @@ def interpolation_curve(repetitions: int, steps: int | None = None, **changes: A
             output = f"{directory}/{method}"
             recipe = rx.Recipe.from_yaml(config, {**changes, "method": method, "output_dir": output})
             rx.finetune(recipe)
-            curves[method] = RunLog.read(Path(output) / "metrics.jsonl").curves
+            curves[method] = {
+                line["step"]: {int(length): value for length, value in line["perplexity"].items()}
+                for line in read_metrics(Path(output) / "metrics.jsonl")
+                if "perplexity" in line
+            }
     inside, beyond = recipe.eval_lengths or ()
     base = curves["none"][0][inside]
     ours, direct = ({step: at[beyond] for step, at in curve.items()} for curve in curves.values())

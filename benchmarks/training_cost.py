@@ -223,12 +223,12 @@ def packed_documents(repetitions: int, tokens: int = 4096, count: int = 8) -> It
     size = tokens // count
     block = packed(list(torch.split(document(tokens, 4096).input_ids, size)))
     ids, labels, positions = (
-        block[name][None].to(lm.device) for name in ("input_ids", "labels", "document_positions")
+        block[name][None].to(lm.device) for name in ("input_ids", "labels", "position_ids")
     )
 
     def step(way: AbstractContextManager[None]) -> float:
         with way:
-            loss = next_token_loss(lm, ids, labels, **document_inputs(lm, positions, restarts=True))
+            loss = next_token_loss(lm, ids, labels, **document_inputs(lm, positions))
         loss.backward()
         lm.zero_grad()
         return loss.item()

@@ -74,13 +74,9 @@ def memory_size(size: str | SupportsIndex) -> int:
             with one.
     """
     number = _parse(size, _SIZES)
-    if number is None or number < 1:
+    if number is None or number < 1 or (number < 1_000_000 and _parse(size, {"": 1}) is not None):
         raise RopeExtendError(
             f"not a size in memory: {size!r}. Give a size with its unit, such as 20GB or 512MiB"
-        )
-    if number < 1_000_000 and _parse(size, {"": 1}) is not None:
-        raise RopeExtendError(
-            f"not a size in memory: {size!r} is only {int(number)} bytes. Give the unit, such as {size}GB"
         )
     return int(number)
 

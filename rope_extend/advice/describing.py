@@ -12,11 +12,6 @@ from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_duration, format_length
 
 _WIDTH = 100
-_WHY = {
-    "dynamic_yarn": "its factor follows the length of the text",
-    "yarn": "it has one factor for texts of all lengths, so short ones become somewhat worse",
-}
-"""What is special about a method without training."""
 
 
 def describe(advice: Advice, recipe_file: str | None = None) -> str:
@@ -49,8 +44,6 @@ def _rows(advice: Advice) -> Iterator[tuple[str, str]]:
     yield "reads today", f"{format_length(window.tokens)} tokens: {window.source}"
     yield "you want", f"{format_length(advice.target_length)} tokens"
     yield "verdict", f"{advice.verdict}. {advice.reason}"
-    if advice.untrained_method and advice.memory:
-        yield "untrained", f"{advice.untrained_method}: {_WHY[advice.untrained_method]}"
     if advice.method:
         engines = ", ".join(advice.engines[:-1])
         engines = " and ".join(filter(None, [engines, *advice.engines[-1:]]))

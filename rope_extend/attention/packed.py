@@ -20,7 +20,7 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.view import is_soft_capped, layer_types_except_full_attention
 
 
-def document_inputs(model: torch.nn.Module, document_positions: Tensor, *, restarts: bool) -> dict[str, Any]:
+def document_inputs(model: torch.nn.Module, positions: Tensor) -> dict[str, Any]:
     """Inputs of a decoder with which each token attends to its own document only.
 
     For eager attention, and for sdpa outside of `packed_attention`, this is a mask over all pairs, as
@@ -29,9 +29,7 @@ def document_inputs(model: torch.nn.Module, document_positions: Tensor, *, resta
 
     Args:
         model: a causal language model, with or without PEFT and patch.
-        document_positions: int64 `[B, T]`, the position of each token in its document, from 0; on the model's
-            device.
-        restarts: whether positions begin at 0 in each document, instead of counting through the row.
+        positions: int64 `[B, T]`, the position of each token in its document, from 0; on the model's device.
 
     Returns:
         `position_ids` `[B, T]`, `attention_mask` in the form that the family takes, and without a mask over
@@ -42,27 +40,22 @@ def document_inputs(model: torch.nn.Module, document_positions: Tensor, *, resta
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
-    batch, length = document_positions.shape
-    device = document_positions.device
-    rows = torch.arange(length, device=device).expand(batch, -1)
-    positions = document_positions if restarts else rows
+    batch, length = positions.shape
     if "flash" in config._attn_implementation or config._attn_implementation == _NAME:
-        starts = (document_positions == 0).flatten().nonzero().flatten().to(torch.int32)
+        starts = (positions == 0).flatten().nonzero().flatten().to(torch.int32)
         edges = torch.cat([starts, starts.new_tensor([batch * length])])
         longest = int(edges.diff().max())
         if config._attn_implementation == _NAME:
             edges = edges.cpu()  # copied once, not in each layer
         return {
             "position_ids": positions,
-            "attention_mask": torch.ones_like(document_positions),
+            "attention_mask": torch.ones_like(positions),
             "cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest,
         }  # fmt: skip
     # The mask functions use only the size, the dtype and the device of the embeddings.
-    like = torch.empty(batch, length, 0, dtype=lm.dtype, device=device)
-    # From the positions in documents: for transformers, a position that is not the previous one plus 1 begins
-    # another document.
-    try:
-        masks = create_masks_for_generate(config, like, None, None, position_ids=document_positions)
+    like = torch.empty(batch, length, 0, dtype=lm.dtype, device=positions.device)
+    try:  # for transformers, a position that is not the previous one plus 1 begins another document
+        masks = create_masks_for_generate(config, like, None, None, position_ids=positions)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise RopeExtendError(
             f"out of memory: under {config._attn_implementation} attention, the mask that separates packed "
@@ -198,21 +191,21 @@ def packed_attention(
 
 
 @torch.no_grad()
-def check_packed_attention(model: torch.nn.Module, *, restarts: bool) -> None:
+def check_packed_attention(model: torch.nn.Module) -> None:
     """Check by two forwards of 16 tokens that a document does not attend to the one before it.
 
     Raises:
         RopeExtendError: it does, or the family does not take such a mask.
     """
     device = next(model.parameters()).device
-    document_positions = torch.cat([torch.arange(7), torch.arange(9)])[None].to(device)
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None].to(device)
     ids = torch.arange(1, 17, device=device)[None]
     changed = torch.where(torch.arange(16, device=device) < 7, ids + 16, ids)
     name = causal_lm(model).config.model_type
     training = model.training
     model.eval()
     try:
-        inputs = document_inputs(model, document_positions, restarts=restarts)
+        inputs = document_inputs(model, positions)
         states, after_change = (hidden_states(model, row, **inputs)[0, 7:].float() for row in (ids, changed))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise RopeExtendError(

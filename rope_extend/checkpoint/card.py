@@ -148,8 +148,6 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
     """`write_card` after the work is done: an error is logged, not raised."""
     try:
         write_card(directory, **options)
-    except RopeExtendError as error:
-        logger.warning("no model card: %s", error)
     except Exception as error:  # the model is worth more than its card
         logger.warning("no model card: %r", error)
 

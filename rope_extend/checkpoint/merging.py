@@ -192,17 +192,12 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
     tokenizer = pretrained(AutoTokenizer, str(source))
     tokenizer.model_max_length = target_length
     write_tokenizer(tokenizer, directory)
-    origin = next((path for path in (source, files) if (path / _SENTENCEPIECE).exists()), None)
-    if origin is None or (directory / _SENTENCEPIECE).exists():
+    if not (files / _SENTENCEPIECE).exists() or (directory / _SENTENCEPIECE).exists():
         return
-    if origin != source and pretrained(AutoTokenizer, str(origin)).get_vocab() != tokenizer.get_vocab():
-        logger.warning(
-            "%s is not copied: the adapter's tokenizer has other tokens. llama.cpp's converter needs such a "
-            "file for tokenizers of SentencePiece; write it yourself",
-            origin / _SENTENCEPIECE,
-        )
-        return
-    _copy(origin, _SENTENCEPIECE, directory)
+    if source == files or pretrained(AutoTokenizer, str(files)).get_vocab() == tokenizer.get_vocab():
+        _copy(files, _SENTENCEPIECE, directory)
+    else:
+        logger.warning("%s is not copied: the adapter's tokenizer has other tokens", files / _SENTENCEPIECE)
 
 
 def _copy_notices(files: Path, directory: Path, output: Path) -> None:

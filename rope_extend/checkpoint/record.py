@@ -171,8 +171,8 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
 def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
-    An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
-    that was loaded without the encoding. Call this last: files that change afterwards are refused on loading.
+    An adapter's config also gets a note of the encoding, with which a changed record does not agree. Call
+    this last: files that change afterwards are refused on loading.
 
     `renamed`: the user gave the base model's name in the record, so it replaces the one in an adapter's
     config. Otherwise it only replaces a local path outside the working directory.
@@ -180,7 +180,9 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     config = directory / ADAPTER_CONFIG
     if config.exists():
         data = read_json(config)
-        data["auto_mapping"] = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
+        note = "trained with this position encoding, which peft does not apply: use rope_extend.load"
+        mark = {**record.schedule, "note": note}
+        data["auto_mapping"] = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: mark}
         named = data.get("base_model_name_or_path")
         if record.base_model and (renamed or (isinstance(named, str) and is_private(named))):
             data["base_model_name_or_path"] = record.base_model
@@ -190,12 +192,6 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
         record = replace(record, weights=weight_digests(directory), configs=config_digests(directory))
     write_record(directory, record)
     return record
-
-
-def adapter_mark(record: Record) -> dict[str, Any]:
-    """The note of the encoding in an adapter's own config."""
-    note = "trained with this position encoding, which peft does not apply: use rope_extend.load"
-    return {**record.schedule, "note": note}
 
 
 def check_agreement(directory: Path, record: Record) -> None:

@@ -112,7 +112,6 @@ demo
 advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml
 advise {_8B} --target-length 32k --gpu 24GB --engine vllm
 recipes
-recipes copy llama3_8b_32k_yarn --output recipe.yaml
 info {_8B}
 generate runs/yarn --file book.txt --ask "Who is the captain?"
 generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"
@@ -120,21 +119,16 @@ doctor
 completion bash
 methods
 families
-search {_8B} --target-length 32k --data books/ --output factors --plan
 search {_8B} --target-length 32k --data books/ --output factors
 finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan
 finetune recipe.yaml --output-dir runs/yarn
 finetune recipe.yaml --output-dir runs/yarn --resume
 evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report
 evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report
-evaluate {_8B} --methods yarn --lengths 32k --plan
-retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys
 retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles
 report {_8B} --target-length 32k --data books/ --output report
-report {_8B} --target-length 32k --plan
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
-compare report report --row none --row yarn --output difference.md
 plot perplexity report --output ppl.svg
 plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
@@ -142,7 +136,7 @@ merge runs/yarn --output merged
 verify merged --reference runs/yarn
 push merged owner/name --private
 card merged --results report
-export --support
+export runs/yarn --support
 export runs/yarn --to vllm --output for-vllm
 """
 """Command lines for the end of each command's help, without `rope-extend`."""

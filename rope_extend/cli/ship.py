@@ -1,4 +1,4 @@
-"""The commands that publish a result: merge, verify, card and export."""
+"""The commands that ship a result: convert, merge, verify, card, push and export."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (
     add_base_model,
+    add_json,
     add_output,
     checkpoint,
     export_target,
@@ -21,27 +22,21 @@ from rope_extend.cli.arguments import (
 )
 from rope_extend.errors import RopeExtendError
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def merge_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `merge`."""
-    parser.add_argument(
-        "adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json"
-    )
+    add = parser.add_argument
+    add("adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json")
     add_output(parser, "DIR", "directory of the merged checkpoint", required=True)
     add_base_model(parser)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: that of the base model)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-shard-size", type=size, default="5GB", metavar="SIZE",
-        help="maximum size of one weight file (default: 5GB)",
-    )  # fmt: skip
-    parser.add_argument("--no-tokenizer", action="store_true", help="do not write the tokenizer")
-    parser.add_argument(
-        "--no-guard", action="store_true",
-        help="write a stock config.json even if stock loaders would silently use the original window",
-    )  # fmt: skip
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
+    text = "maximum size of one weight file (default: 5GB)"
+    add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
+    add("--no-tokenizer", action="store_true", help="do not write the tokenizer")
+    text = "write a stock config.json even if stock loaders would silently use the original window"
+    add("--no-guard", action="store_true", help=text)
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -66,13 +61,12 @@ def merge(arguments: argparse.Namespace) -> None:
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert`."""
-    parser.add_argument("model", type=checkpoint, help="a GGUF file, or a directory with one")
+    add = parser.add_argument
+    add("model", type=checkpoint, help="a GGUF file, or a directory with one")
     add_output(parser, "DIR", "directory of the checkpoint", required=True)
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-        help="dtype of the weights (default: float32, which holds the dequantised values exactly)",
-    )  # fmt: skip
-    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
+    text = "dtype of the weights (default: float32, which holds the dequantised values exactly)"
+    add("--dtype", choices=DTYPES, default="float32", help=text)
+    add("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -94,18 +88,15 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
-    parser.add_argument("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
+    add = parser.add_argument
+    add("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
     add_base_model(parser)
-    parser.add_argument(
-        "--reference", type=checkpoint, metavar="DIR",
-        help="checkpoint to compare with, such as the adapter before the merge (default: the same one)",
-    )  # fmt: skip
+    text = "checkpoint to compare with, such as the adapter before the merge (default: the same one)"
+    add("--reference", type=checkpoint, metavar="DIR", help=text)
     text = "allowed difference of a logit (default: 1e-4)"
-    parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help=text)
-    parser.add_argument(
-        "--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the verification as JSON")
+    add("--tolerance", type=float, default=1e-4, metavar="X", help=text)
+    add("--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)")
+    add_json(parser)
 
 
 def verify(arguments: argparse.Namespace) -> None:
@@ -131,14 +122,12 @@ def verify(arguments: argparse.Namespace) -> None:
 
 def card_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `card`."""
-    parser.add_argument(
-        "directory", type=checkpoint, help="an adapter or a full checkpoint, with its rope_extend.json"
-    )
-    parser.add_argument(
-        "--results", type=path, metavar="FILE", help="results.jsonl of an evaluation, or its directory"
-    )
-    parser.add_argument("--data", action="append", metavar="SOURCE", help="training data to name on the card")
-    parser.add_argument("--name", help="name in the card's code, such as the hub id")
+    add = parser.add_argument
+    add("directory", type=checkpoint, help="an adapter or a full checkpoint, with its rope_extend.json")
+    text = "results.jsonl of an evaluation, or its directory"
+    add("--results", type=path, metavar="FILE", help=text)
+    add("--data", action="append", metavar="SOURCE", help="training data to name on the card")
+    add("--name", help="name in the card's code, such as the hub id")
 
 
 def card(arguments: argparse.Namespace) -> None:
@@ -165,12 +154,11 @@ def card(arguments: argparse.Namespace) -> None:
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `push`."""
-    parser.add_argument("directory", type=checkpoint, help="an adapter or a full checkpoint")
-    parser.add_argument("name", help="hub id, owner/name; the repository is created if it is missing")
-    parser.add_argument(
-        "--private", action="store_true", help="make a new repository private; a public one is refused"
-    )
-    parser.add_argument("--revision", metavar="BRANCH", help="branch (default: the main one)")
+    add = parser.add_argument
+    add("directory", type=checkpoint, help="an adapter or a full checkpoint")
+    add("name", help="hub id, owner/name; the repository is created if it is missing")
+    add("--private", action="store_true", help="make a new repository private; a public one is refused")
+    add("--revision", metavar="BRANCH", help="branch (default: the main one)")
 
 
 def push(arguments: argparse.Namespace) -> None:
@@ -189,32 +177,17 @@ def push(arguments: argparse.Namespace) -> None:
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `export`."""
-    parser.add_argument(
-        "directory",
-        type=checkpoint,
-        nargs="?",
-        help="an adapter, which is merged first, or a full checkpoint",
-    )
-    parser.add_argument(
-        "--to", type=export_target, default="transformers", metavar="TARGET",
-        help=f"{', '.join(TARGETS)} (default: transformers)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("directory", type=checkpoint, help="an adapter, which is merged first, or a full checkpoint")
+    text = f"{', '.join(TARGETS)} (default: transformers)"
+    add("--to", type=export_target, default="transformers", metavar="TARGET", help=text)
     add_output(parser, "DIR", "directory of the export")
-    parser.add_argument(
-        "--gguf",
-        type=path,
-        metavar="FILE",
-        help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py",
-    )
+    text = "for llama.cpp: the weights, converted by its convert_hf_to_gguf.py"
+    add("--gguf", type=path, metavar="FILE", help=text)
     add_base_model(parser)
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare the logits with the original"
-    )
-    parser.add_argument(
-        "--support", action="store_true",
-        help="print how each target supports the checkpoint's encoding, and write nothing",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print what is supported as JSON")
+    add("--no-verify", action="store_true", help="do not compare the logits with the original")
+    text = "print how each target supports the checkpoint's encoding, and write nothing"
+    add("--support", action="store_true", help=text)
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -222,11 +195,9 @@ def export(arguments: argparse.Namespace) -> None:
 
     The export does not need rope_extend. It is compared with the original before it appears.
     """
-    if arguments.directory is None or not (arguments.support or arguments.output):
-        raise RopeExtendError("export needs a checkpoint's directory, and --output or --support")
-    if arguments.json and not arguments.support:
-        raise RopeExtendError("--json belongs to --support; an export writes a directory")
     if not arguments.support:
+        if arguments.output is None:
+            raise RopeExtendError("export needs --output, or --support")
         from rope_extend.checkpoint.export.write import export as run
 
         path = run(
@@ -239,14 +210,9 @@ def export(arguments: argparse.Namespace) -> None:
     from rope_extend.checkpoint.record import read_record
 
     record = read_record(arguments.directory)
-    rows = [
-        support(record.encoding, record.shape, target, record.model_type, target_length=record.target_length)
-        for target in TARGETS
-    ]
-    if arguments.json:
-        values = [{"target": row.target, "verdict": row.verdict, "reason": row.reason} for row in rows]
-        print(json.dumps({"encoding": str(record.encoding), "targets": values}, indent=2))
-        return
     print(record.encoding)
-    for row in rows:
-        print(f"{row.target:<14}{row.verdict}: {row.reason}")
+    for target in TARGETS:
+        found = support(
+            record.encoding, record.shape, target, record.model_type, target_length=record.target_length
+        )
+        print(f"{target:<14}{found.verdict}: {found.reason}")

@@ -9,22 +9,26 @@ from pathlib import Path
 from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
-from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, path, size
-from rope_extend.config import from_arguments
+from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, size
+from rope_extend.config import add_flags, from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
-from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
+from rope_extend.training.recipe import Recipe
 
 recipe_or_model = argument(find_recipe)
 """The file of a recipe, also by the name of one of the package, or a model."""
 
 
 def finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a recipe, and those of the command."""
-    add_recipe_arguments(parser, recipe_or_model)
-    text = "resume from this checkpoint; --resume takes the newest that is intact"
-    add_existing(parser, "a run").add_argument("--resume-from", type=path, metavar="CHECKPOINT", help=text)
+    """Add the recipe, a YAML file or a model and one flag per field, and the flags of the command."""
+    text = (
+        "directory or hub id of the checkpoint, or a YAML file with the settings of the recipe, or the name "
+        "of a recipe that `rope-extend recipes` lists"
+    )
+    parser.add_argument("config", nargs="?", type=recipe_or_model, metavar="MODEL_OR_CONFIG", help=text)
+    add_flags(parser, Recipe)
+    add_existing(parser, "a run")
     text = (
         "print the estimated memory of a step, for each memory option, and of an evaluation, and stop; "
         "nothing is loaded or written"
@@ -35,6 +39,12 @@ def finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-memory", type=size, metavar="SIZE", help=text)
 
 
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe of parsed arguments; with `--plan`, data and output directory may be missing."""
+    defaults = {"data": "not-read", "output_dir": "not-written"} if arguments.plan else None
+    return from_arguments(Recipe, arguments, defaults)
+
+
 def finetune(arguments: argparse.Namespace) -> None:
     """Extend a model and train a LoRA adapter, from a YAML recipe, flags, or both.
 
@@ -43,7 +53,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
-    recipe = recipe_from_arguments(arguments, lambda made: check_checkpoint(made.model))
+    recipe = recipe_of(arguments)
+    check_checkpoint(recipe.model)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
@@ -54,9 +65,8 @@ def finetune(arguments: argparse.Namespace) -> None:
         estimate.check()
         return
     result = run(
-        recipe, resume=arguments.resume_from or arguments.resume, overwrite=arguments.overwrite,
-        limit_memory=arguments.limit_memory,
-    )  # fmt: skip
+        recipe, resume=arguments.resume, overwrite=arguments.overwrite, limit_memory=arguments.limit_memory
+    )
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")

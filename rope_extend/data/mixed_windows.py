@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rope_extend.data.blocks import cut_blocks
-from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import packed_blocks, packing_reason
@@ -66,7 +65,7 @@ def mixed_windows(
             f"mixed_windows: a short block needs {length:,} tokens, and {len(documents)} documents, cut into "
             f"pieces of {window:,} tokens, have {tokens:,} together; give more text"
         )
-    sources = [packed_blocks(whole, length, restarts=True), packed_blocks(pieces, length, restarts=True)]
+    sources = [packed_blocks(whole, length), packed_blocks(pieces, length)]
     return Mixture(sources, (1 - short_share, short_share), seed=seed)
 
 
@@ -91,14 +90,12 @@ def check_mixed_windows(length: int, encoding: Encoding, shape: RopeShape, confi
             f"mixed_windows needs blocks beyond the trained window of {format_length(shape.trained_length)} "
             f"tokens, and block_length is {format_length(length)}; raise it, or leave mixed_windows out"
         )
-    reason = None
+    reason = packing_reason(encoding, config)
     if not encoding.depends_on_length:
         reason = (
             "it has no second table for the trained window, so short texts would be processed in another way "
             "than in training; use short_original(yarn), or longrope with a short_factor"
         )
-    else:
-        reason = packing_reason(RESTART, encoding, shape, config)
     if reason is not None:
         raise RopeExtendError(
             f"mixed_windows cannot be combined with {encoding} on {config.model_type}: {reason}"

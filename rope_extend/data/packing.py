@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rope_extend.data.choices import CONTINUE
 from rope_extend.data.documents import Document
-from rope_extend.encodings import Encoding, LinearAttention, RopeShape
+from rope_extend.encodings import Encoding, LinearAttention
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
 from rope_extend.units import format_length
@@ -37,17 +36,15 @@ class PackedBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
     - `input_ids`;
     - `labels`: the same tokens, except -100 for the first token of each document, so that no document is
       predicted from the one before it;
-    - `document_positions`: the position of each token in its document, from 0. If a document is cut at the
-      end of a block, its rest counts from 0 in the next block.
+    - `position_ids`: the position of each token in its document, from 0. If a document is cut at the end of a
+      block, its rest counts from 0 in the next block.
 
     Attributes:
         length: tokens per block.
-        restarts: whether positions begin at 0 in each document; otherwise they run through the block.
     """
 
-    def __init__(self, documents: Sequence[Document], length: int, *, restarts: bool) -> None:
-        self.length, self.restarts = length, restarts
-        self._documents = documents
+    def __init__(self, documents: Sequence[Document], length: int) -> None:
+        self.length, self._documents = length, documents
         self._ends = np.cumsum([len(document) for document in documents]).tolist()
 
     def __len__(self) -> int:
@@ -74,9 +71,7 @@ class PackedBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def share_beyond(self, window: int) -> float:
         """Share of the tokens at positions `window` and above, which are outside a window of that length."""
-        if not self.restarts:
-            return max(0, self.length - window) / self.length
-        beyond = sum(int((self[index]["document_positions"] >= window).sum()) for index in range(len(self)))
+        beyond = sum(int((self[index]["position_ids"] >= window).sum()) for index in range(len(self)))
         return beyond / (len(self) * self.length)
 
     def __repr__(self) -> str:
@@ -91,10 +86,10 @@ def packed(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
     ids = torch.cat(list(pieces))
     positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
     labels = ids.masked_fill(positions == 0, IGNORED)
-    return {"input_ids": ids, "labels": labels, "document_positions": positions}
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def packed_blocks(documents: Sequence[Document], length: int, *, restarts: bool) -> PackedBlocks:
+def packed_blocks(documents: Sequence[Document], length: int) -> PackedBlocks:
     """Concatenate documents and cut the result into blocks of `length` tokens.
 
     Every token is used once, except those at the end that do not fill a block.
@@ -102,7 +97,6 @@ def packed_blocks(documents: Sequence[Document], length: int, *, restarts: bool)
     Args:
         documents: where the text comes from, in order.
         length: tokens per block, at least 2.
-        restarts: whether positions begin at 0 in each document.
 
     Raises:
         RopeExtendError: all documents together have fewer tokens than a block, or a block has fewer than 2.
@@ -117,7 +111,7 @@ def packed_blocks(documents: Sequence[Document], length: int, *, restarts: bool)
             f"{len(documents)} documents have {tokens:,} tokens together, but a packed block needs "
             f"{length:,}; give more text, or a shorter block_length"
         )
-    return PackedBlocks(documents, length, restarts=restarts)
+    return PackedBlocks(documents, length)
 
 
 def scored(items: Sequence[dict[str, Tensor]]) -> int:
@@ -125,48 +119,28 @@ def scored(items: Sequence[dict[str, Tensor]]) -> int:
     return sum(int((item["labels"][1:] != IGNORED).sum()) for item in items)
 
 
-def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> None:
+def check_packing(encoding: Encoding, config: Any) -> None:
     """Refuse an encoding or a family with which documents cannot share a row.
 
     Raises:
         RopeExtendError: names the encoding, the family, the reason, and what to do instead.
     """
-    if (reason := packing_reason(packing, encoding, shape, config)) is not None:
+    if (reason := packing_reason(encoding, config)) is not None:
         raise RopeExtendError(
-            f"packing {packing} cannot be combined with {encoding} on {config.model_type}: {reason}. Blocks "
-            "of one document each work with every encoding (packing: none)"
+            f"packing cannot be combined with {encoding} on {config.model_type}: {reason}. Blocks of one "
+            "document each work with every encoding (packing: none)"
         )
 
 
-def packing_reason(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> str | None:
-    """Why documents cannot share a row, as a clause; None if they can.
-
-    Args:
-        packing: how positions count, `restart` or `continue`.
-        encoding: the encoding of the model.
-        shape: the rotary shape of the model.
-        config: the config of the model.
-    """
-    kinds = {
-        kind
-        for kind in getattr(config.get_text_config(), "layer_types", None) or ()
-        if any(name in kind for name in _RECURRENT)
-    }
+def packing_reason(encoding: Encoding, config: Any) -> str | None:
+    """Why documents cannot share a row under an encoding in a family, as a clause; None if they can."""
     if isinstance(encoding, LinearAttention):
         return "it carries sums from token to token, which no mask stops at the end of a document"
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    kinds = {kind for kind in layers if any(name in kind for name in _RECURRENT)}
     if kinds:
         return (
             f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
             "stops at the end of a document"
-        )
-    if packing == CONTINUE and encoding.remaps:
-        return (
-            "it groups and drops tokens by their positions, and continuing positions count those of other "
-            "documents; use packing restart"
-        )
-    if packing == CONTINUE and encoding.scales_by_position(shape):
-        return (
-            "it scales attention by the number of tokens that a query can see, and continuing positions "
-            "count those of other documents; use packing restart"
         )
     return None

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from rope_extend.data.choices import SHORTEST
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 
@@ -30,8 +31,6 @@ Sampler = Callable[[int, int, np.random.Generator], Ints]
 
 Returns increasing positions from 0 to below the window, int64 `[length]`.
 """
-SHORTEST = 3
-"""Minimum number of tokens of a block: a head, a tail, and a piece between them."""
 
 
 def pose(length: int, target_length: int, generator: np.random.Generator) -> Ints:

@@ -95,7 +95,7 @@ def run_demo(
         print(f"\n[{number}/{len(runs) + 2}] LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
         flags = [(Recipe.flag_name(key), *([] if it is True else [str(it)])) for key, it in values.items()]
         _print_command("finetune", str(RECIPE), *chain(*flags))
-        finetune_once(recipe)
+        finetune(recipe, resume=(Path(recipe.output_dir) / "recipe.yaml").exists())
         adapters.append(recipe.output_dir)
     lengths = [trained // 2 * 2**power for power in range(int(math.log2(target / trained)) + 2)]
     asked: dict[str, Any] = {
@@ -117,11 +117,6 @@ def run_demo(
     print("\n" + markdown_report(rows))
     print(f"\nThe report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")
     return rows
-
-
-def finetune_once(recipe: Recipe) -> None:
-    """Run a recipe, or resume its run."""
-    finetune(recipe, resume=(Path(recipe.output_dir) / "recipe.yaml").exists())
 
 
 def _print_command(*words: str) -> None:

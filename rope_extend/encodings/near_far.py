@@ -171,14 +171,6 @@ class NearFar(RemapEncoding):
                 return False
         return True
 
-    def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
-        """The larger one of those of near and of distant pairs, `[dim/2]` float64, radians."""
-        near = min(self.window, length) * self.near.inv_freq(shape)
-        table_length = int(self.table_length(shape, torch.tensor([length], device="cpu"))[0])
-        far = self.regions(shape, table_length)[1].schedule
-        table = shape.inv_freq() if far is None else far.inv_freq(shape, table_length)
-        return torch.maximum(near, (self.largest_distance(shape, length) + 1) * table)
-
     def __str__(self) -> str:
         """`near_far(yarn(factor=8), window=1024)`: the far encoding, then what differs from the defaults."""
         near = [] if isinstance(self.near, PlainRope) else [f"near={self.near}"]

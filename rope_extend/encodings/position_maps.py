@@ -200,11 +200,6 @@ class JetLong(RemapEncoding):
         """Whether the text is within the window, or all its pairs are near."""
         return highest < self.window or super().is_plain(shape, lowest, highest)
 
-    def largest_distance(self, shape: RopeShape, length: int) -> float:
-        """The largest distance in a text: at its end, or where the group grew last."""
-        ends = {length, length // self.window * self.window or length}
-        return max(super(JetLong, self).largest_distance(shape, end) for end in ends)
-
     @property
     def borders(self) -> Bands:
         """Distances above `near` are changed."""

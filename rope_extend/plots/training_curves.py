@@ -10,11 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.style import (
-    INK,
-    PALETTE,
-    Canvas,
-)
+from rope_extend.plots.style import INK, PALETTE, Canvas
 
 
 def plot_training(metrics: str | Path, path: str | Path) -> Path:
@@ -27,14 +23,14 @@ def plot_training(metrics: str | Path, path: str | Path) -> Path:
     metrics = Path(metrics)
     if not metrics.is_file():
         raise RopeExtendError(f"no training log at {str(metrics)!r}; a fine-tuning run writes metrics.jsonl")
-    points = []
+    points: dict[int, float] = {}  # a resumed run repeats steps; the last line counts
     for text in metrics.read_bytes().splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off, or has no loss
             line = json.loads(text)
-            points.append((line["step"], line["loss"]))
+            points[line["step"]] = line["loss"]
     if not points:
         raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
-    steps, losses = np.array(points, dtype=np.float64).T
+    steps, losses = np.array(sorted(points.items()), dtype=np.float64).T
     width = max(1, len(losses) // 10)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     starts = np.maximum(np.arange(1, len(losses) + 1) - width, 0)

@@ -1,1 +1,1 @@
-"""Search for frequency divisors: the space, the fitness, the log, and one file for each strategy."""
+"""Search for frequency divisors: the space, the strategies, the evaluations and their log."""

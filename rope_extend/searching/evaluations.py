@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from rope_extend.errors import RopeExtendError
+from rope_extend.data.documents import Document
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.patching import patch_model
-from rope_extend.searching.fitness import Fitness, Losses
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.search_log import Cost, SearchLog
+from rope_extend.searching.search_log import Cost, Loss, Losses, SearchLog
 from rope_extend.searching.space import Space, Table
 
 SEARCH, HOLDOUT, AS_WRITTEN = "search", "held out", "held out, as written"
@@ -26,55 +27,50 @@ those of one table.
 """
 
 
-def score(losses: Iterable[Losses], weights: Mapping[str, float]) -> float:
-    """The fitness, lower is better: the weighted sum of the mean loss of each part, in nats per token.
+def score(losses: Iterable[Losses], lengths: Sequence[int]) -> float:
+    """The fitness, lower is better: the mean over lengths of the mean loss of documents, in nats per token.
 
     Infinite if a loss is not a finite number.
     """
     documents = list(losses)
     total = 0.0
-    for part, weight in weights.items():
-        values = [document[part] for document in documents]
-        total += weight * math.fsum(loss.total for loss in values) / sum(loss.terms for loss in values)
+    for length in lengths:
+        values = [document[length] for document in documents]
+        total += math.fsum(loss.total for loss in values) / sum(loss.terms for loss in values) / len(lengths)
     return total if math.isfinite(total) else math.inf
 
 
 class Evaluator:
     """Measures the candidates of a search on documents, and ranks them.
 
+    One forward gives the losses at all lengths, because the tables of candidates do not depend on the length.
+
     Args:
         model: the model.
-        fitness: the losses of documents; the first ones are searched on, the others are held out.
+        documents: the first ones are searched on, the others are held out.
         config: the settings.
         space: where the search looks.
         log: what is measured already, and where the rest is written.
+        chunk: tokens of a document that are processed at a time, if whole documents do not fit into memory.
         bar: progress bar that counts documents; None for none.
-
-    Raises:
-        RopeExtendError: a loss in the log lacks a part of the fitness.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        fitness: Fitness,
+        documents: Sequence[Document],
         config: SearchConfig,
         space: Space,
         *,
         log: SearchLog,
+        chunk: int | None = None,
         bar: Any = None,
     ) -> None:
-        self.model, self.fitness, self.config, self.space = model, fitness, config, space
-        self.weights, self.documents = config.weights(), config.documents
-        self.log, self.bar = log, bar
+        self.model, self.config, self.space = model, config, space
+        self.all_documents, self.documents, self.lengths = documents, config.documents, config.lengths
+        self.log, self.chunk, self.bar = log, chunk, bar
         self.random = random.Random(config.seed)
         """Source of all random choices of the search."""
-        for (_, name), losses in log.losses.items():
-            if missing := self.weights.keys() - losses.keys():
-                raise RopeExtendError(
-                    f"{str(log.file)!r} has losses of {name!r} without the part {min(missing)!r}, which this "
-                    "search needs; delete the lines without it"
-                )
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike the log, it is the same in a resumed search."""
         self.curve: list[tuple[int, float]] = []
@@ -94,7 +90,7 @@ class Evaluator:
         for table in tables:
             self.space.check(table)
         numbers = range(min(documents or self.documents, self.documents))
-        return [score(self._losses(table, SEARCH, numbers), self.weights) for table in tables]
+        return [score(self._losses(table, SEARCH, numbers), self.lengths) for table in tables]
 
     def ranked(self, tables: Sequence[Table], documents: int | None = None) -> list[Table]:
         """Different candidates by fitness, the best first; those with equal fitness keep their order."""
@@ -108,7 +104,7 @@ class Evaluator:
         They are those of the encoding that the search would write, `space.result(table)`.
         """
         one_table = self.space.result(table) == self.space.encoding(table)
-        numbers = range(len(self.fitness.documents) - self.documents)
+        numbers = range(len(self.all_documents) - self.documents)
         return self._losses(table, HOLDOUT if one_table else AS_WRITTEN, numbers)
 
     def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
@@ -120,7 +116,7 @@ class Evaluator:
             self._measure(table, group, missing)
         losses = [self.log.losses[table, name] for name in names]
         if group == SEARCH and len(names) == self.documents:
-            self._note(score(losses, self.weights))
+            self._note(score(losses, self.lengths))
         if self.bar is not None:
             self.bar.update(new)
         return losses
@@ -138,9 +134,21 @@ class Evaluator:
                 target_length=space.target_length,
             ),
         ):
-            losses = self.fitness.measure(self.model, [shift + number for number in numbers])
-        passes, tokens = len(numbers) * self.fitness.passes, len(numbers) * self.fitness.tokens
-        cost = Cost(1, passes, tokens, time.perf_counter() - started)
+            result = perplexity(
+                self.model,
+                [self.all_documents[shift + number] for number in numbers],
+                self.lengths,
+                progress=False,
+                options=RunOptions(chunk=self.chunk),
+            )
+        sums, terms = result.document_nll, result.document_terms
+        assert sums is not None
+        assert terms is not None
+        losses = [
+            {length: Loss(sums[length][row], terms[length][row]) for length in self.lengths}
+            for row in range(len(numbers))
+        ]
+        cost = Cost(1, len(numbers), len(numbers) * self.lengths[-1], time.perf_counter() - started)
         self.log.add(table, [f"{group} {number}" for number in numbers], losses, cost)
 
     def _note(self, value: float) -> None:

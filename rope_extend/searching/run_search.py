@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import nn
 from transformers import AutoTokenizer
 
-from rope_extend.data.documents import Document, load_documents
+from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
@@ -20,7 +18,6 @@ from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
-from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
@@ -28,45 +25,16 @@ from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import shape_of
 from rope_extend.progress import progress_bar
-from rope_extend.searching import genetic, race
-from rope_extend.searching.closed_forms import published
 from rope_extend.searching.evaluations import Evaluator, score
-from rope_extend.searching.fitness import Fitness, needle_windows
-from rope_extend.searching.search_config import (
-    GENETIC,
-    HELD_OUT_TABLES,
-    LOAD_FIELDS,
-    ORIGINAL,
-    RACE,
-    SearchConfig,
-)
+from rope_extend.searching.search_config import HELD_OUT_TABLES, LOAD_FIELDS, ORIGINAL, SearchConfig
 from rope_extend.searching.search_log import LOG, SearchLog
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
-from rope_extend.searching.space import Space, Table
+from rope_extend.searching.space import Space
+from rope_extend.searching.strategies import STRATEGIES, published
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
-
-class Strategy(NamedTuple):
-    """A way to search.
-
-    Attributes:
-        head_room: the largest divisor, divided by the factor.
-        passes: the largest number of documents that it measures, each counted once for each candidate.
-        run: searches, and returns the finalists, the best first.
-    """
-
-    head_room: float
-    passes: Callable[[SearchConfig], int]
-    run: Callable[[Evaluator], list[Table]]
-
-
-STRATEGIES = {
-    RACE: Strategy(race.HEAD_ROOM, lambda config: config.race_passes, race.run),
-    GENETIC: Strategy(genetic.HEAD_ROOM, genetic.passes, genetic.run),
-}
-"""The strategies by name."""
 
 _NOT_IN_IDENTITY = (
     "model", "data", "output", "short", "start", "current_length", "iterations", "text_column", "split",
@@ -110,19 +78,18 @@ def search(
     plan.check()
     tokenizer = pretrained(AutoTokenizer, config.model)
     documents = search_documents(config, tokenizer)
-    fitness = _fitness(config, documents, tokenizer, plan)
     model = config.load_options().load(config.model)
     if output is not None and overwrite:
         for name in (*FILES[::-1], LOG):  # the encoding first: it must not stay next to another log
             (output / name).unlink(missing_ok=True)
-    log = SearchLog(
-        None if output is None else output / LOG,
-        _identity(config, model, fitness, space.shape),
-    )
-    total = STRATEGIES[config.strategy].passes(config) + HELD_OUT_TABLES * config.holdout
+    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
+    content = {"documents": fingerprint(documents), "trained": asdict(space.shape)}
+    identity = {**settings, **model_identity(model), **content}
+    log = SearchLog(None if output is None else output / LOG, identity)
+    chunk = plan.forward.longest.chunk_size if plan.forward else None
     name = f"search, {config.strategy}"
-    with log, progress_bar(logger, shown=progress, total=total, unit="doc", desc=name) as bar:
-        result = _searched(Evaluator(model, fitness, config, space, log=log, bar=bar))
+    with log, progress_bar(logger, shown=progress, total=plan.passes, unit="doc", desc=name) as bar:
+        result = _searched(Evaluator(model, documents, config, space, log=log, chunk=chunk, bar=bar))
         if output is not None:
             result.write(output)
     return result
@@ -173,8 +140,7 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
     empty = options.empty(config.model)
     strategy = STRATEGIES[config.strategy]
     space = _space(config, empty, strategy.head_room)
-    documents = strategy.passes(config) + HELD_OUT_TABLES * config.holdout
-    each = (config.needle_weight < 1) + (config.needle_weight > 0)
+    passes = strategy.passes(config) + HELD_OUT_TABLES * config.holdout
     table = space.table([1.0] * (space.pairs - 1) + [space.factor])
     forward = plan_forward(
         config.model,
@@ -184,7 +150,6 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         encodings=[space.encoding(table), space.result(table)],
         trained_length=space.pretrained.trained_length,
     )
-    passes = documents * each
     return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
 
 
@@ -208,7 +173,7 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
         )
     space = Space(shape, config.target_length, head_room, current, original_short=config.short == ORIGINAL)
     window = space.pretrained.trained_length
-    if space.keeps_short and config.needle_weight < 1 and config.lengths[0] <= window:
+    if space.keeps_short and config.lengths[0] <= window:
         raise RopeExtendError(
             f"search: texts of up to {window} tokens keep a list that is not searched, so their loss is the "
             f"same for every candidate. Got lengths {list(config.lengths)}; use lengths above {window}"
@@ -266,59 +231,34 @@ def search_documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
     return documents
 
 
-def _fitness(
-    config: SearchConfig, documents: Sequence[Document], tokenizer: Any, plan: SearchPlan
-) -> Fitness:
-    needles = []
-    if config.needle_weight > 0:
-        needles = needle_windows(
-            documents,
-            tokenizer,
-            config.target_length,
-            config.needle_depths,
-            seed=config.seed,
-            model=config.model,
-        )
-    lengths = config.lengths if config.needle_weight < 1 else ()
-    chunk = plan.forward.longest.chunk_size if plan.forward else None
-    return Fitness(documents, lengths, needles, chunk)
-
-
-def _identity(config: SearchConfig, model: nn.Module, fitness: Fitness, shape: RopeShape) -> Identity:
-    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
-    return {**settings, **fitness.identity(), **model_identity(model), "trained": asdict(shape)}
-
-
 def _searched(evaluator: Evaluator) -> SearchResult:
-    config, space = evaluator.config, evaluator.space
+    config, space, lengths = evaluator.config, evaluator.space, evaluator.lengths
     finalists = STRATEGIES[config.strategy].run(evaluator)
     rows = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
     for name, table in published(config, space).items():
         rows.setdefault(table, name)
-    weights = evaluator.weights
     losses = {table: evaluator.held_out(table) for table in rows}
-    scores = {table: score(values, weights) for table, values in losses.items()}
+    scores = {table: score(values, lengths) for table, values in losses.items()}
     winner = min(rows, key=lambda table: scores[table])
     if not math.isfinite(scores[winner]):
         raise RopeExtendError(
             "search: no candidate has a finite loss on the held-out documents; the model gives NaN, so try "
             "another dtype"
         )
-    by_document = {table: [score([one], weights) for one in values] for table, values in losses.items()}
+    by_document = {table: [score([one], lengths) for one in values] for table, values in losses.items()}
+    target, terms = config.target_length, [1] * config.holdout
     found = [
         HeldOutRow(
             label=rows[table],
             table=table,
             score=scores[table],
-            parts={part: score(losses[table], {part: 1.0}) for part in weights},
+            parts={length: score(losses[table], [length]) for length in lengths},
             by_document=by_document[table],
-            difference=paired(
-                config.target_length, by_document[winner], by_document[table], [1] * config.holdout
-            ),
+            difference=paired(target, by_document[winner], by_document[table], terms),
         )
         for table in sorted(rows, key=lambda table: scores[table])
     ]
-    names = [document.name for document in evaluator.fitness.documents]
+    names = [document.name for document in evaluator.all_documents]
     return SearchResult(
         config=config,
         shape=space.pretrained,
@@ -328,5 +268,5 @@ def _searched(evaluator: Evaluator) -> SearchResult:
         curve=evaluator.curve,
         documents=names[: config.documents],
         holdout=names[config.documents :],
-        data=evaluator.fitness.identity()["documents"],
+        data=fingerprint(evaluator.all_documents),
     )

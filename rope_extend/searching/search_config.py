@@ -5,11 +5,11 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from rope_extend.checks import FLAG, Kind, choice, number, whole
+from rope_extend.checks import FLAG, choice, number, whole
 from rope_extend.config import (
     COUNT,
     LENGTH,
@@ -20,10 +20,8 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    list_of,
 )
-from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.prompts import depths_from
+from rope_extend.errors import refuse_if
 from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.load_choices import ATTENTION, DTYPES
 from rope_extend.models.locating import check_path
@@ -53,10 +51,6 @@ HALVED_ABOVE = 512 * 1024
 BY_TARGET: Any = None
 """The default of fields that depend on the target; settings that are made hold the value instead."""
 
-_WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as 1,2")
-_SHARE = Kind("a number from 0 to 1", lambda value: number(0, below=1 + 1e-9).parse(value))
-_DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
-
 
 @dataclass(frozen=True)
 class SearchConfig(Config):
@@ -84,21 +78,8 @@ class SearchConfig(Config):
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
     ] = 5
     lengths: Annotated[
-        tuple[int, ...], LENGTHS, "lengths of the perplexity in the fitness (default: target_length)"
+        tuple[int, ...], LENGTHS, "lengths whose mean losses are the fitness (default: target_length)"
     ] = BY_TARGET
-    length_weights: Annotated[
-        tuple[float, ...] | None, _WEIGHTS, "weight of each of the lengths (default: equal)"
-    ] = None
-    needle_weight: Annotated[
-        float,
-        _SHARE,
-        "share of the needle in the fitness: 0 is perplexity alone, 1 is the loss of a needle's answer alone",
-    ] = 0.0
-    needle_depths: Annotated[
-        tuple[float, ...],
-        _DEPTHS,
-        "depths of the needle; one for each document, in turn",
-    ] = (0.0, 0.1, 0.2)
     short: Annotated[
         str,
         choice(SAME, ORIGINAL),
@@ -149,12 +130,8 @@ class SearchConfig(Config):
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "what is measured": (
-            "documents", "holdout", "lengths", "length_weights", "needle_weight", "needle_depths", "short",
-        ),
-        "evolution": (
-            "population", "mutants", "crossovers", "parents", "iterations", "probability",
-        ),
+        "what is measured": ("documents", "holdout", "lengths", "short"),
+        "evolution": ("population", "mutants", "crossovers", "parents", "iterations", "probability"),
     }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
 
@@ -162,41 +139,26 @@ class SearchConfig(Config):
         super().__post_init__()
         check_path(self.model)
         check_start("search", self.start, self.current_length)
-        for wrong, text in self._conflicts():
-            if wrong:
-                raise RopeExtendError(f"search: {text}")
-
-    def _conflicts(self) -> Iterator[tuple[bool, str]]:
-        """Whether settings contradict each other, and the error message if they do."""
-        target, lengths, weights = self.target_length, self.lengths, self.length_weights
-        yield (
-            lengths[-1] > target or lengths[0] < 2,
-            f"lengths must be between 2 and target_length, {target}; got {list(lengths)}",
-        )
-        yield (
-            self.needle_weight < 1 and lengths[-1] != target,
-            f"the longest of lengths must be target_length, {target}: text within shorter windows prefers "
-            f"smaller divisors. Got {list(lengths)}",
-        )
-        yield (
-            weights is not None and len(weights) != len(lengths),
-            f"length_weights needs a number for each of lengths; got {len(weights or ())} for {len(lengths)}",
-        )
-        yield (
-            self.start_tokens and self.strategy != GENETIC,
-            f"start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}",
-        )
-        yield (
-            self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL),
+        target, lengths = self.target_length, self.lengths
+        conflicts = {
+            f"lengths must be from 2 to target_length, {target}, and the longest of lengths must be "
+            "target_length: text within shorter windows prefers smaller divisors. Got "
+            f"{list(lengths)}": lengths[0] < 2 or lengths[-1] != target,
+            f"start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}": (
+                self.start_tokens and self.strategy != GENETIC
+            ),
             f"start_tokens and short {ORIGINAL} return to plain RoPE for some positions, and start {CURRENT} "
-            "keeps the table that the checkpoint was trained under; leave one of the two out",
-        )
-        yield (
-            self.strategy != GENETIC
-            and self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents),
+            "keeps the table that the checkpoint was trained under; leave one of the two out": (
+                self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL)
+            ),
             f"with {self.documents} documents and {self.holdout} held out, nothing is left of the race's "
-            f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout",
-        )
+            f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout": (
+                self.strategy != GENETIC
+                and self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents)
+            ),
+        }
+        for problem, given in conflicts.items():
+            refuse_if(given, f"search: {problem}")
 
     def computed_defaults(self) -> Mapping[str, Any]:
         """The target as the only length, and LongRoPE's population, halved above 512k tokens."""
@@ -213,15 +175,6 @@ class SearchConfig(Config):
     def race_passes(self) -> int:
         """Documents that the race may measure before the held-out ones, each counted once for a candidate."""
         return PAPER_EVALUATIONS * self.documents // RACE_SHARE - HELD_OUT_TABLES * self.holdout
-
-    def weights(self) -> dict[str, float]:
-        """The weight of each part of the fitness: a length as text, or `needle`; they add up to 1."""
-        lengths = self.length_weights or (1.0,) * len(self.lengths)
-        text = {
-            str(length): (1 - self.needle_weight) * weight / sum(lengths)
-            for length, weight in zip(self.lengths, lengths, strict=True)
-        }
-        return {name: weight for name, weight in {**text, "needle": self.needle_weight}.items() if weight}
 
     def load_options(self) -> LoadOptions:
         """How the model is loaded.

@@ -8,24 +8,31 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from rope_extend.checks import number
-from rope_extend.encodings.core.shapes import check_length
+from rope_extend.checks import number, require, whole
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.statistics import or_none
 from rope_extend.journal import Identity, Journal
-from rope_extend.searching.fitness import Loss, Losses
 from rope_extend.searching.space import Table
 
 LOG = "evaluations.jsonl"
 """Name of the file."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Loss(NamedTuple):
+    """A sum of losses in nats, and their number."""
+
+    total: float
+    terms: int
+
+
+Losses = Mapping[int, Loss]
+"""The losses of a document, by length in tokens."""
+
+
+class Cost(NamedTuple):
     """What evaluations cost.
 
     Attributes:
@@ -39,22 +46,6 @@ class Cost:
     passes: int = 0
     forward_tokens: int = 0
     seconds: float = 0.0
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Cost:
-        """From the keys of a line.
-
-        Raises:
-            KeyError: one of them is missing.
-            RopeExtendError: one of them is not a finite number of at least 0.
-        """
-        for name in cls.__dataclass_fields__:
-            _check_number("cost", name, values[name])
-        return cls(*(values[name] for name in cls.__dataclass_fields__))
-
-    def plus(self, other: Cost) -> Cost:
-        """The sum of two costs."""
-        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class SearchLog:
@@ -70,21 +61,17 @@ class SearchLog:
 
     def __init__(self, file: Path | None, identity: Identity) -> None:
         advice = "give the settings of that search, use another directory, or overwrite=True"
-        self.file = file
         self.losses: dict[tuple[Table, str], Losses] = {}
         self.cost = Cost()
         self._journal = Journal(file, identity, holds="evaluations", advice=advice)
-        try:
-            for number, record in enumerate(self._journal.records, start=2):
-                try:
-                    self._keep(record)
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    raise RopeExtendError(
-                        f"line {number} of {str(file)!r} is not an evaluation ({error}); delete the line"
-                    ) from error
-        except BaseException:
-            self.close()
-            raise
+        for line, record in enumerate(self._journal.records, start=2):
+            try:
+                self._keep(record)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                self.close()
+                raise RopeExtendError(
+                    f"line {line} of {str(file)!r} is not an evaluation ({error!r}); delete the line"
+                ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -103,32 +90,32 @@ class SearchLog:
             table: the candidate.
             names: the documents that were measured, such as `search 3`.
             losses: their losses.
-            cost: what they cost; its number of evaluations is set to 1.
+            cost: what they cost.
         """
         by_name = {
-            name: {part: [or_none(loss.total), loss.terms] for part, loss in parts.items()}
-            for name, parts in zip(names, losses, strict=True)
+            name: {length: [or_none(loss.total), loss.terms] for length, loss in by_length.items()}
+            for name, by_length in zip(names, losses, strict=True)
         }
-        self._journal.append({**vars(table), "losses": by_name, **vars(replace(cost, evaluations=1))})
+        self._journal.append({**vars(table), "losses": by_name, **cost._asdict()})
         self._keep(self._journal.records[-1])  # as it will be read again
 
     def _keep(self, record: Mapping[str, Any]) -> None:
-        cost = Cost.from_dict(record)
-        table = Table(tuple(record["divisors"]), record["start_tokens"], record["attention_factor"])
-        for each in (*table.divisors, table.start_tokens, table.attention_factor):
-            _check_number("table", "a value", each)
-        for name, parts in record["losses"].items():
-            self.losses[table, name] = {part: _loss(part, *loss) for part, loss in parts.items()}
-        self.cost = self.cost.plus(cost)
+        divisors = tuple(map(_number, record["divisors"]))
+        table = Table(divisors, int(_number(record["start_tokens"])), _number(record["attention_factor"]))
+        for name, losses in record["losses"].items():
+            self.losses[table, name] = {
+                int(length): Loss(
+                    math.inf if total is None else _number(total, -math.inf), int(whole(1).parse(terms))
+                )
+                for length, (total, terms) in losses.items()
+            }
+        evaluations, passes, tokens, seconds = (_number(record[name]) for name in Cost._fields)
+        cost = Cost(int(evaluations), int(passes), int(tokens), seconds)
+        self.cost = Cost(*map(operator.add, self.cost, cost))
 
 
-def _check_number(owner: str, field: str, value: Any, minimum: float = 0) -> None:
-    """Refuse anything but a number; settings also take text such as 2e-4, which a log never has."""
-    number(minimum)(owner, field, None if isinstance(value, str) else value)
-
-
-def _loss(part: str, total: Any, terms: Any) -> Loss:
-    """A loss of a line; None as its total is infinity."""
-    if total is not None:
-        _check_number("losses", part, total, -math.inf)
-    return Loss(math.inf if total is None else float(total), check_length("losses", part, terms))
+def _number(value: Any, minimum: float = 0) -> float:
+    """A finite number; settings also take text such as 2e-4, which a log never has."""
+    require(not isinstance(value, str))
+    found: float = number(minimum).parse(value)
+    return found

@@ -31,7 +31,7 @@ class HeldOutRow:
         label: its name.
         table: the candidate.
         score: its fitness on the held-out documents, in nats per token; lower is better.
-        parts: the mean loss of each part of the fitness, in nats per token.
+        parts: the mean loss at each length, in nats per token.
         by_document: its fitness on each of the held-out documents.
         difference: its score minus the winner's, with the 95 % interval over documents.
     """
@@ -39,7 +39,7 @@ class HeldOutRow:
     label: str
     table: Table
     score: float
-    parts: Mapping[str, float]
+    parts: Mapping[int, float]
     by_document: Sequence[float]
     difference: Difference
 
@@ -97,7 +97,7 @@ class SearchResult:
             "config": self.config.to_dict(),
             "shape": asdict(self.shape),
             "rows": [row.to_dict() for row in self.rows],
-            "cost": asdict(self.cost),
+            "cost": self.cost._asdict(),
             "curve": [[passes, or_none(value)] for passes, value in self.curve],
             "documents": list(self.documents),
             "holdout": list(self.holdout),
@@ -123,10 +123,6 @@ class SearchResult:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
         config = self.config
-        fitness = ", ".join(
-            f"{weight:.3g} × {'needle' if part == 'needle' else f'loss at {part} tokens'}"
-            for part, weight in config.weights().items()
-        )
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
             keep_trailing_newline=True, autoescape=False,
@@ -135,7 +131,7 @@ class SearchResult:
             result=self, config=config, shape=self.shape, encoding=self.encoding, winner=self.winner,
             cost=self.cost, encoding_file=ENCODING_FILE, quoted=quote(config.model),
             target=format_length(self.encoding.target_length(self.shape) or config.target_length),
-            fitness=fitness, divisors=" ".join(f"{divisor:g}" for divisor in self.table.divisors),
+            divisors=" ".join(f"{divisor:g}" for divisor in self.table.divisors),
             table=self.table_text(), duration=format_duration(self.cost.seconds),
         )  # fmt: skip
 

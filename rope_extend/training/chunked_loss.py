@@ -120,7 +120,7 @@ def _keep_apart(
         return None
     if not bool((positions[:, 1:] == 0).any()):
         return None
-    return args, {**inputs, **document_inputs(lm, positions, restarts=True)}
+    return args, {**inputs, **document_inputs(lm, positions)}
 
 
 def has_chunked_loss(model: torch.nn.Module) -> bool:

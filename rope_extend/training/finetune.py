@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,15 +35,14 @@ from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.patching import Patch
-from rope_extend.training.launch import check_launch, check_variables
-from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
+from rope_extend.training.launch import check_launch
+from rope_extend.training.loop import FinetuneInterrupted, TrainingRun
 from rope_extend.training.lora import extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.metrics import check_trackers
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
-from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
+from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import first_state, prepare_directory, read_state, starting_point
-from rope_extend.training.run_report import add_training_report
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import (
     TrainingPlan,
@@ -53,17 +51,10 @@ from rope_extend.training.step_plan import (
     resumed_options,
 )
 from rope_extend.training.text_reach import TextReach
-from rope_extend.training.training_data import load_held_out, load_training_data, source_names, trained_on
+from rope_extend.training.training_data import load_data, source_names
 from rope_extend.units import format_bytes
 
-__all__ = [
-    "FinetuneInterrupted",
-    "FinetuneResult",
-    "Recipe",
-    "add_recipe_arguments",
-    "finetune",
-    "recipe_from_arguments",
-]
+__all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +99,7 @@ def finetune(
     *,
     model: Any | None = None,
     tokenizer: Any | None = None,
-    resume: bool | str | PathLike[str] = False,
+    resume: bool = False,
     overwrite: bool = False,
     limit_memory: int | None = None,
 ) -> FinetuneResult:
@@ -125,10 +116,9 @@ def finetune(
         model: a loaded base model, without patch or adapter; by default `recipe.model` is loaded. It is
             changed in place; if the run fails or is interrupted, it is restored.
         tokenizer: that of `recipe.model` by default.
-        resume: True resumes from the newest intact checkpoint of `recipe.output_dir`, or starts at step 0 if
-            there is none; a path resumes from that checkpoint. On a CPU, the weights at the end are then bit
-            for bit those of an uninterrupted run. A process that is killed, also while it saves, leaves
-            earlier checkpoints intact.
+        resume: resume from the newest intact checkpoint of `recipe.output_dir`, or start at step 0 if there
+            is none. On a CPU, the weights at the end are then bit for bit those of an uninterrupted run. A
+            process that is killed, also while it saves, leaves earlier checkpoints intact.
         overwrite: remove an earlier run, or another checkpoint, from `recipe.output_dir`.
         limit_memory: bytes of the device to plan with; by default what is free.
 
@@ -142,11 +132,8 @@ def finetune(
     refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = starting_point(directory, recipe, resume, overwrite)
     check_creatable(directory)
-    prepare = checkpoint is None or not directory.exists()
     with only_writer(directory, "run") if is_main_process() else nullcontext():
-        return _finetune(
-            recipe, model, tokenizer, checkpoint, limit_memory, prepare=prepare, fresh=resume is False
-        )
+        return _finetune(recipe, model, tokenizer, checkpoint, limit_memory, fresh=not resume)
 
 
 def _finetune(
@@ -156,10 +143,9 @@ def _finetune(
     checkpoint: Path | None,
     limit_memory: int | None,
     *,
-    prepare: bool,
     fresh: bool,
 ) -> FinetuneResult:
-    """As `finetune`, in a directory that no other process writes to; `prepare` it if the run begins in it."""
+    """As `finetune`, in a directory that no other process writes to; `fresh` removes an earlier run in it."""
     directory = Path(recipe.output_dir)
     accelerator = _accelerator(recipe, directory)
     main = accelerator.is_main_process
@@ -176,19 +162,17 @@ def _finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
-        training = load_training_data(recipe, tokenizer, shape.trained_length)
-        held_out = load_held_out(recipe, tokenizer, lengths)
-    known = trained_on(held_out, training, lengths)
-    data = RunData(training.blocks, held_out, lengths, chunk_size, known)
-    if known and main:
+        data = load_data(recipe, tokenizer, lengths, shape.trained_length)
+    if data.trained_on and main:
         logger.warning(
             "%d of the %d documents of eval_data are also training data, so their perplexity does not show "
-            "how the model does on new text; give other documents as eval_data", known, len(held_out),
+            "how the model does on new text; give other documents as eval_data",
+            data.trained_on, len(data.held_out),
         )  # fmt: skip
-    state = first_state(recipe, training.fingerprint, sharding, checkpoint)
+    state = first_state(recipe, data.fingerprint, sharding, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
-    if main and prepare:
+    if main and checkpoint is None:
         prepare_directory(directory, recipe, fresh=fresh)
     accelerator.wait_for_everyone()
 
@@ -204,7 +188,7 @@ def _finetune(
     with undone_on_failure(model):
         patch = extended(model, recipe)
         try:
-            run = TrainingRun(recipe, model, data, state, accelerator, reach)
+            run = TrainingRun(recipe, model, data, state, accelerator, reach, chunk_size)
             if main:
                 _log_start(run, patch, share)
             with apply_memory_options(model, memory_options):
@@ -212,11 +196,8 @@ def _finetune(
             trained = run.to_save(config)
             if main:
                 save(trained, directory, overwrite=True, record=run.record)
-                add_card(
-                    directory, perplexity=run.metrics.perplexity, before=run.metrics.before, trained_on=known
-                )
-                if data.held_out:
-                    add_training_report(directory, trained_length=shape.trained_length)
+                metrics, known = run.metrics, data.trained_on
+                add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=known)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
         except BaseException:
@@ -308,13 +289,11 @@ def _choose_memory_options(
 
 def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
     check_trackers(recipe.trackers)
-    if not torch.distributed.is_initialized():
-        check_variables()
     with one_error("accelerate does not start as it was launched"):
         accelerator = Accelerator(
             mixed_precision="no",  # the loop casts itself, for training and evaluation alike
             gradient_accumulation_steps=recipe.gradient_accumulation,
-            project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
+            project_config=ProjectConfiguration(str(directory), logging_dir=str(directory / "tensorboard")),
             # The other processes wait while the first one tokenises.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )

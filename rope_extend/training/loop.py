@@ -7,10 +7,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -26,8 +25,7 @@ from tqdm.auto import tqdm
 from rope_extend.attention.packed import check_packed_attention, document_inputs, packed_attention
 from rope_extend.checkpoint.record import Record
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.data.documents import Document, fingerprint
-from rope_extend.data.mixing import Mixture
+from rope_extend.data.documents import fingerprint
 from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
@@ -51,7 +49,7 @@ from rope_extend.training.resume import (
 )
 from rope_extend.training.sharding import Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
-from rope_extend.training.training_data import source_names
+from rope_extend.training.training_data import RunData, source_names
 
 logger = logging.getLogger(__name__)
 
@@ -68,25 +66,6 @@ class FinetuneInterrupted(SystemExit):
     def __init__(self, signum: int, checkpoint: Path) -> None:
         super().__init__(128 + signum)
         self.checkpoint = checkpoint
-
-
-@dataclass(frozen=True)
-class RunData:
-    """The data of a run.
-
-    Attributes:
-        blocks: the blocks to train on.
-        held_out: documents to evaluate on; may be empty.
-        lengths: windows to evaluate at, in tokens.
-        chunk_size: tokens of a window that an evaluation processes at a time; None for the default.
-        trained_on: how many of the documents to evaluate on are also training data.
-    """
-
-    blocks: Mixture
-    held_out: Sequence[Document]
-    lengths: Sequence[int]
-    chunk_size: int | None = None
-    trained_on: int = 0
 
 
 class TrainingRun:
@@ -107,9 +86,10 @@ class TrainingRun:
         state: RunState,
         accelerator: Accelerator,
         reach: TextReach,
+        chunk_size: int | None,
     ) -> None:
         self.recipe, self.data, self.state, self.accelerator = recipe, data, state, accelerator
-        self.reach = reach
+        self.reach, self.chunk_size = reach, chunk_size
         self.sharding = Sharding.of(accelerator)
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
@@ -242,8 +222,7 @@ class TrainingRun:
         batch = {name: value.to(accelerator.device) for name, value in collate(chosen).items()}
         if not recipe.packs:
             return batch
-        positions = batch.pop("document_positions")
-        return {**batch, **document_inputs(self.model, positions, restarts=recipe.restarts)}
+        return {**batch, **document_inputs(self.model, batch["position_ids"])}
 
     def _divisor(self) -> torch.Tensor | None:
         """The divisor of the sum of losses of each forward pass; None for the number of tokens it predicts.
@@ -270,7 +249,7 @@ class TrainingRun:
             if self.recipe.packs:
                 with self._autocast():
                     stack.enter_context(packed_attention(self.model, self._with_weights))
-                    self._with_weights(partial(check_packed_attention, restarts=self.recipe.restarts))
+                    self._with_weights(check_packed_attention)
             yield
 
     def _with_weights(self, function: Callable[[Any], _Result]) -> _Result:
@@ -362,7 +341,7 @@ class TrainingRun:
         self.model.eval()
 
         def measure(model: Any) -> PerplexityResult:
-            options = RunOptions(chunk=self.data.chunk_size)
+            options = RunOptions(chunk=self.chunk_size)
             return perplexity(model, self.data.held_out, self.data.lengths, options=options, progress=main)
 
         with self._autocast():
@@ -386,16 +365,10 @@ class TrainingRun:
         return int(self.accelerator.gather(signals).max())
 
     def _save(self) -> Path:
-        saved = save_checkpoint(
-            self.directory,
-            self.state,
-            self.model,
-            self.optimizer,
-            self.accelerator,
-            keep=self.recipe.keep_checkpoints,
+        keep = self.recipe.keep_checkpoints
+        return save_checkpoint(
+            self.directory, self.state, self.model, self.optimizer, self.accelerator, keep=keep
         )
-        self.metrics.saved()
-        return saved
 
     def _close_trackers(self) -> None:
         # Not `end_training`, which also ends the process group that a second run in this program would need.

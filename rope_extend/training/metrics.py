@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_avail
 from accelerate.utils import LoggerType
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_text
 from rope_extend.models.loading import one_error
-from rope_extend.training.resume import checkpoints, step_of
 
 PROJECT = "rope_extend"
 """The project or experiment of a run in its trackers."""
@@ -28,28 +26,29 @@ def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, without a last one that a killed run did not finish.
+    """The lines of a `metrics.jsonl` by step, without one that a killed run did not finish.
+
+    A resumed run writes the steps after its checkpoint again; of such lines, the last one counts.
 
     Raises:
         RopeExtendError: the file cannot be read.
     """
-    lines = []
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_text(encoding="utf-8").splitlines():
             with suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
+                line = json.loads(text)
+                evaluated = (line.get("eval_data") or {}).get("fingerprint")
+                lines[line["step"], evaluated, *line.get("perplexity", ())] = line
     except OSError as error:
         raise RopeExtendError(f"cannot read the metrics of the run: {error}") from error
-    return lines
+    return sorted(lines.values(), key=lambda line: int(line["step"]))
 
 
 class Metrics:
-    """Writes `metrics.jsonl` and to the trackers, and keeps the latest measurements.
+    """Appends to `metrics.jsonl` and to the trackers, and keeps the latest measurements.
 
-    On resume, the lines of steps that will be repeated are dropped. If there are checkpoints of these steps,
-    the lines stay as long as the checkpoints, until `saved`, and new lines wait: the file always belongs to
-    the newest checkpoint. Perplexities of other text than that of this session stay in the file, but are not
-    compared with those of this session.
+    Perplexities of other text than that of this session are not compared with those of this session.
 
     Args:
         path: the file.
@@ -69,15 +68,9 @@ class Metrics:
     def __init__(self, path: Path, accelerator: Accelerator, step: int, evaluated: Mapping[str, Any]) -> None:
         self.path, self.accelerator = path, accelerator
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
-        self._step = step
-        self._kept: list[str] = []
-        self._later: list[str] = []
         for values in read_metrics(path) if step and path.exists() else []:
-            line = json.dumps(values) + "\n"
             if values["step"] > step:
-                self._later.append(line)
-                continue
-            self._kept.append(line)
+                break
             self.loss = values.get("loss", self.loss)
             if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
                 curve = {int(length): value for length, value in values["perplexity"].items()}
@@ -85,11 +78,9 @@ class Metrics:
                     self.perplexity |= curve
                 if not values["step"]:
                     self.before = curve
-        if not any(step_of(checkpoint) > step for checkpoint in checkpoints(path.parent)):
-            self._later = []
         accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            self._rewrite()
+        if accelerator.is_main_process and path.exists() and not path.read_bytes().endswith(b"\n"):
+            self._append("\n")  # ends the line of a process that was killed
 
     def write(self, step: int, **values: Any) -> None:
         """Add one line, on the main process.
@@ -99,36 +90,15 @@ class Metrics:
         """
         if not self.accelerator.is_main_process:
             return
-        line = json.dumps({"step": step, **values}) + "\n"
-        if self._later:
-            self._kept.append(line)
-            if step == self._step:  # not a repeated step
-                self._rewrite()
-        else:
-            with self._writing(), self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
+        self._append(json.dumps({"step": step, **values}) + "\n")
         values.pop("eval_data", None)
         curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
         self.accelerator.log(values | curve, step=step)
 
-    def saved(self) -> None:
-        """Drop the lines of steps whose checkpoints this session has replaced; called after each checkpoint.
-
-        Raises:
-            RopeExtendError: the disk is full.
-        """
-        if self._later and self.accelerator.is_main_process:
-            self._later = []
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        with self._writing():
-            write_text(self.path, "".join([*self._kept, *self._later]))
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _append(self, text: str) -> None:
         try:
-            yield
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
         except OSError as error:
             raise RopeExtendError(
                 f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
@@ -158,8 +128,8 @@ def start_trackers(
 ) -> None:
     """Start trackers, on the main process, so that `accelerator.log` reaches them.
 
-    TensorBoard writes to `directory/tensorboard`, and drops its entries after `step`. The others put the run
-    into the project `rope_extend`, under the name of the directory if they accept one.
+    TensorBoard writes to `tensorboard/` in the directory, and drops its entries after `step`. The others put
+    the run into the project `rope_extend`, under the name of the directory if they accept one.
 
     Args:
         accelerator: the accelerator of the run; its earlier trackers are dropped.
@@ -177,12 +147,6 @@ def start_trackers(
         "wandb": {"name": run, "dir": str(directory)},
         "mlflow": {"run_name": run},
     }
-    values = {name: str(value) for name, value in config.items()}
-    started = []
-    for name in names:
-        # One at a time: `init_trackers` starts all of `log_with` again, and the project differs.
-        accelerator.trackers, accelerator.log_with = [], filter_trackers([name], str(directory))
-        with one_error(f"the tracker {name} does not start", "Set it up, or leave it out of the recipe"):
-            accelerator.init_trackers(name if name == "tensorboard" else PROJECT, values, options)
-        started += accelerator.trackers
-    accelerator.trackers = started
+    accelerator.trackers, accelerator.log_with = [], filter_trackers(list(names), str(directory))
+    with one_error("a tracker does not start", "Set it up, or leave it out of the recipe"):
+        accelerator.init_trackers(PROJECT, {name: str(value) for name, value in config.items()}, options)

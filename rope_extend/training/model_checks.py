@@ -71,7 +71,7 @@ def check_recipe(
             check_meaning(recipe.positions, patch.encoding, patch.shape)
             check_sampled(recipe.positions, recipe.target_length, model)
         if recipe.packing != UNPACKED:
-            check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
+            check_packing(patch.encoding, model.config)
         if recipe.mixed_windows:
             check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
         sharding.check(patch, model, recipe)

@@ -5,8 +5,7 @@ The module imports neither torch nor transformers, so that `rope-extend finetune
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -23,14 +22,12 @@ from rope_extend.config import (
     SOURCES,
     TEXT,
     Config,
-    add_flags,
-    from_arguments,
     items,
     list_of,
     or_auto,
 )
-from rope_extend.data.choices import CONSECUTIVE, PACKINGS, RESTART, SAMPLED, UNPACKED
-from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.data.choices import CONSECUTIVE, RESTART, SAMPLED, SHORTEST, UNPACKED
+from rope_extend.errors import refuse_if
 from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
 
 
@@ -58,19 +55,9 @@ _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0
 
 BY_METHOD: Any = None
 """The default of fields that depend on the method; a recipe that is made holds the method's value instead."""
-_SCHEDULE_DEFAULTS: dict[str, Any] = {
-    "steps": 1000,
-    "learning_rate": 2e-4,
-    "lora_targets": "attention",
-    "train_norm_embed": False,
-}
+_SCHEDULE_DEFAULTS = {"steps": 1000, "lora_targets": "attention", "train_norm_embed": False}
 """Defaults for rotary schedules, which leave a model most of what it knows."""
-_REPLACEMENT_DEFAULTS: dict[str, Any] = {
-    **_SCHEDULE_DEFAULTS,
-    "steps": 2000,
-    "lora_targets": "all-linear",
-    "train_norm_embed": True,
-}
+_REPLACEMENT_DEFAULTS = {"steps": 2000, "lora_targets": "all-linear", "train_norm_embed": True}
 """Defaults for encodings that replace RoPE: the model must relearn position."""
 
 
@@ -168,9 +155,9 @@ class Recipe(Config):
     ] = CONSECUTIVE
     packing: Annotated[
         str,
-        choice(*PACKINGS),
-        "several short documents per block, each attended to alone: positions restart in each document, or "
-        "continue through the block; none drops documents shorter than a block",
+        choice(UNPACKED, RESTART),
+        "several short documents per block, each attended to alone, with positions that restart in each; "
+        "none drops documents shorter than a block",
     ] = UNPACKED
     mixed_windows: Annotated[
         bool,
@@ -184,9 +171,7 @@ class Recipe(Config):
     steps: Annotated[int, POSITIVE_COUNT, "optimizer steps"] = BY_METHOD
     batch_size: Annotated[int, POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, POSITIVE_COUNT, "forward passes per optimizer step"] = 8
-    learning_rate: Annotated[
-        float, number(0, above=True), "learning rate after warm-up, constant"
-    ] = BY_METHOD  # fmt: skip
+    learning_rate: Annotated[float, number(0, above=True), "learning rate after warm-up, constant"] = 2e-4
     warmup_steps: Annotated[int, COUNT, "steps of linear warm-up from a tenth of the learning rate"] = 20
     weight_decay: Annotated[float, number(0), "AdamW's decoupled weight decay"] = 0.0
     betas: Annotated[tuple[float, float], _BETAS, "AdamW's decay rates of the two moments"] = (0.9, 0.95)
@@ -283,10 +268,6 @@ class Recipe(Config):
         None
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_imported()
-
     def check_early(self) -> None:
         """Check the name of the method, and fields that belong together; imports nothing.
 
@@ -310,6 +291,11 @@ class Recipe(Config):
             f"documents themselves; {either}": mixed and packs,
             f"mixed_windows and positions {self.positions} cannot be combined: sampled positions stand for "
             f"one long document; {either}": mixed and sampled,
+            f"positions {self.positions} spreads short blocks over target_length {self.target_length}, but "
+            f"block_length is {self.length}; set block_length to less than target_length, such as the "
+            f"pretrained window, and to {SHORTEST} tokens or more": (
+                sampled and not SHORTEST <= self.length < self.target_length
+            ),
             "mixed_windows and data_weights cannot be combined: short_share says how often each kind comes; "
             f"{either}": mixed and weights is not None,
             f"data_weights has {len(weights or ())} numbers and data has {entries} entries; give a list of "
@@ -333,30 +319,6 @@ class Recipe(Config):
         for problem, given in contradictions.items():
             refuse_if(given, f"{self.label}: {problem}")
 
-    def _check_imported(self) -> None:
-        """Check the names and limits that other libraries and modules know; imports those that it needs."""
-        from rope_extend.encodings import method_named
-
-        method_named(self.method).split_parameters(self.method_parameters)
-        if self.trackers:
-            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-            unknown = sorted(set(self.trackers) - set(LOGGER_TYPE_TO_CLASS))
-            refuse_if(
-                bool(unknown),
-                f"recipe: trackers must be a list of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; got "
-                f"{', '.join(map(repr, unknown))}",
-            )
-        if self.positions != CONSECUTIVE:
-            from rope_extend.data.sampled_positions import SHORTEST
-
-            refuse_if(
-                not SHORTEST <= self.length < self.target_length,
-                f"recipe: positions {self.positions} spreads short blocks over target_length "
-                f"{self.target_length}, but block_length is {self.length}; set block_length to less than "
-                f"target_length, such as the pretrained window, and to {SHORTEST} tokens or more",
-            )
-
     @property
     def length(self) -> int:
         """Tokens per training sequence: `block_length`, or else `target_length`."""
@@ -367,20 +329,13 @@ class Recipe(Config):
         """Whether some blocks hold several documents."""
         return self.packing != UNPACKED or self.mixed_windows
 
-    @property
-    def restarts(self) -> bool:
-        """Whether positions begin at 0 in each document of a block."""
-        return self.packing == RESTART or self.mixed_windows
-
     def computed_defaults(self) -> Mapping[str, Any]:
-        """Defaults of the fields that depend on the method; those of a schedule if the method is unknown."""
+        """Defaults of the fields that depend on the method; also checks the method's parameters."""
         from rope_extend.encodings import method_named  # imports torch
 
-        try:
-            replaces = method_named(str(self.method)).replaces_rotation
-        except RopeExtendError:  # reported once all fields are parsed
-            replaces = False
-        return _REPLACEMENT_DEFAULTS if replaces else _SCHEDULE_DEFAULTS
+        method = method_named(self.method)
+        method.split_parameters(self.method_parameters)
+        return _REPLACEMENT_DEFAULTS if method.replaces_rotation else _SCHEDULE_DEFAULTS
 
     @classmethod
     def default_text(cls, item: Field[Any]) -> str | None:
@@ -389,43 +344,3 @@ class Recipe(Config):
             return super().default_text(item)
         usual, replaced = _SCHEDULE_DEFAULTS[item.name], _REPLACEMENT_DEFAULTS[item.name]
         return f"{usual}; {replaced} for encodings that replace RoPE" if usual != replaced else str(usual)
-
-
-def add_recipe_arguments(parser: argparse.ArgumentParser, find: Callable[[str], str] = str) -> None:
-    """Add the recipe to a command: a YAML file or a model as `config`, and one `--flag` per field.
-
-    Args:
-        parser: where they go.
-        find: the path of the YAML file, or the model, from what the user writes.
-    """
-    parser.add_argument(
-        "config", nargs="?", type=find, metavar="MODEL_OR_CONFIG",
-        help="directory or hub id of the checkpoint, or a YAML file with the settings of the recipe, or the "
-        "name of a recipe that `rope-extend recipes` lists",
-    )  # fmt: skip
-    add_flags(parser, Recipe)
-
-
-_UNUSED_BY_PLAN = {"data": "not-read", "output_dir": "not-written"}
-
-
-def recipe_from_arguments(
-    arguments: argparse.Namespace, check: Callable[[Recipe], object] = lambda made: None
-) -> Recipe:
-    """The recipe of parsed arguments: the YAML file, if any, with its values replaced by the flags.
-
-    With `--plan`, data and output directory may be missing. `check` is asked after the checks of the values,
-    and before the defaults that follow from the method, which import torch.
-
-    Raises:
-        RopeExtendError: as `Recipe.from_yaml`, or by `check`.
-    """
-
-    @dataclass(frozen=True)
-    class Given(Recipe):
-        def check_early(self) -> None:
-            super().check_early()
-            check(self)
-
-    defaults = _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None
-    return Recipe.from_dict(from_arguments(Given, arguments, defaults).to_dict())

@@ -23,7 +23,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from torch.optim import Optimizer
 
 from rope_extend.checkpoint.staging import checkpoint_files
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, publish_directory, sha256, write_text
+from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding, fill, spread_state, whole
@@ -45,9 +44,7 @@ from rope_extend.training.sharding import Sharding, fill, spread_state, whole
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-_RUN_FILES = (
-    "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors", "report",
-)  # fmt: skip
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
@@ -129,7 +126,7 @@ def damage(checkpoint: Path) -> str | None:
     except OSError as error:
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
-            "an earlier one, give its path: resume=PATH (--resume-from PATH)"
+            "an earlier one, move it away"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_NAME} is not a manifest"
@@ -160,49 +157,35 @@ def newest_intact(directory: Path) -> Path | None:
     return None
 
 
-def starting_point(
-    directory: Path, recipe: Recipe, resume: bool | str | PathLike[str], overwrite: bool
-) -> Path | None:
+def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: bool) -> Path | None:
     """The checkpoint to resume from; None for a run that starts at step 0.
 
     Raises:
-        RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, the
-            checkpoint is damaged or belongs to another run, or the recipe describes another run.
+        RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, all of
+            its checkpoints are damaged, or the recipe describes another run.
     """
+    if resume and overwrite:
+        raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
     # A run would also replace another model there.
     finished = checkpoint_files(directory)
     present = [name for name in _RUN_FILES if (directory / name).exists()] + finished
-    held = f"{directory} already holds a run or a checkpoint ({', '.join(present[:1])})"
-    if resume is not False and overwrite:
-        raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
-    if resume is False:
+    if not resume:
         if present and not overwrite:
             raise RopeExtendError(
-                f"{held}; resume=True continues it, overwrite=True replaces it, or choose another output_dir"
+                f"{directory} already holds a run or a checkpoint ({present[0]}); resume=True continues it, "
+                "overwrite=True replaces it, or choose another output_dir"
             )
         return None
-    if resume is True:
-        newest = newest_intact(directory)
-        if newest is None and finished:  # such as the adapter of a run whose checkpoints were deleted
-            raise RopeExtendError(
-                f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training "
-                "would start at step 0 and replace it; choose another output_dir, or use overwrite=True"
-            )
-        if newest is None:  # killed before its first checkpoint, or before its directory was there
-            logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
-            return None
-        checkpoint = newest
-    else:
-        checkpoint = Path(expand_home(resume))
-        if present and checkpoint.resolve().parent.parent != directory.resolve():
-            raise RopeExtendError(f"{held}, and {checkpoint} belongs to another; choose another output_dir")
-        read_state(checkpoint)  # refuses what is not a checkpoint
-        if reason := damage(checkpoint):
-            raise RopeExtendError(
-                f"the checkpoint {checkpoint} is damaged: {reason}. To resume from the newest intact one, "
-                "use resume=True (--resume)"
-            )
-    check_continues(read_state(checkpoint), recipe)
+    checkpoint = newest_intact(directory)
+    if checkpoint is not None:
+        check_continues(read_state(checkpoint), recipe)
+    elif finished:  # such as the adapter of a run whose checkpoints were deleted
+        raise RopeExtendError(
+            f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training would "
+            "start at step 0 and replace it; choose another output_dir, or use overwrite=True"
+        )
+    else:  # killed before its first checkpoint, or before its directory was there
+        logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
     return checkpoint
 
 
@@ -343,8 +326,8 @@ def read_state(checkpoint: Path) -> RunState:
         return RunState(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RopeExtendError(
-            f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
-            "OUTPUT_DIR/checkpoints/step-100, or resume=True (--resume) for the newest intact one"
+            f"{checkpoint} is not a checkpoint of a run ({error}); move it away, and resume from the one "
+            "before it"
         ) from error
 
 
@@ -412,7 +395,7 @@ def load_checkpoint(
         spread_state(optimizer)
     except Exception as error:  # each library raises other errors for a damaged file
         raise RopeExtendError(
-            f"cannot read the checkpoint {checkpoint}: {error}. Resume from an earlier one, by its path"
+            f"cannot read the checkpoint {checkpoint}: {error}. Move it away to resume from an earlier one"
         ) from error
     _restore_random_state(generators, accelerator.device)
 

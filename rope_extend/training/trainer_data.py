@@ -8,7 +8,6 @@ import torch
 
 from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import Blocks, cut_blocks
-from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
 from rope_extend.data.packing import PackedBlocks, check_packing, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
@@ -73,9 +72,9 @@ def blocks(
                 "blocks: packing needs rope_extend.chunked_loss(model), which keeps the documents of a row "
                 "apart; call it before"
             )
-        check_packing(RESTART, patch.encoding, patch.shape, model.config)
-        check_packed_attention(model, restarts=True)
-        return TrainerBlocks(packed_blocks(documents, length, restarts=True))
+        check_packing(patch.encoding, model.config)
+        check_packed_attention(model)
+        return TrainerBlocks(packed_blocks(documents, length))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
     check_meaning(collator.sampler, patch.encoding, patch.shape)
     check_sampled(positions, patch.target_length, model)
@@ -95,8 +94,7 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         number = range(len(self))[index]
         item = dict(self._parts[number])
-        if "document_positions" in item:
-            item["position_ids"] = item.pop("document_positions")
+        if "position_ids" in item:  # packed
             return item
         if self._collator is not None:
             item["position_ids"] = torch.from_numpy(self._collator.positions(len(item["input_ids"]), number))

@@ -1,72 +1,65 @@
-"""The training data of a recipe: sources are read, cut into blocks, and ordered."""
+"""The data of a run: blocks to train on, from sources that are read, cut and ordered; and held-out text."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_extend.data.blocks import Blocks, cut_blocks
-from rope_extend.data.choices import RESTART, UNPACKED
+from rope_extend.data.blocks import cut_blocks
+from rope_extend.data.choices import UNPACKED
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
-from rope_extend.data.packing import PackedBlocks, packed_blocks
-from rope_extend.errors import RopeExtendError
+from rope_extend.data.packing import packed_blocks
 from rope_extend.training.recipe import Recipe
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TrainingData:
-    """What a run trains on.
+class RunData:
+    """The data of a run.
 
     Attributes:
-        blocks: the blocks in the order in which they are read.
-        fingerprint: that of the documents.
-        documents: the documents.
+        blocks: the blocks to train on, in the order in which they are read.
+        fingerprint: that of the documents of each source.
+        held_out: documents to evaluate on; may be empty.
+        lengths: windows to evaluate at, in tokens.
+        trained_on: how many of the documents to evaluate on are also training data.
     """
 
     blocks: Mixture
     fingerprint: str
-    documents: Sequence[Document]
+    held_out: Sequence[Document]
+    lengths: Sequence[int]
+    trained_on: int
 
 
-def load_training_data(recipe: Recipe, tokenizer: Any, trained_length: int | None = None) -> TrainingData:
-    """Load the blocks of a run.
+def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_length: int) -> RunData:
+    """Load the data of a run.
 
     Args:
         recipe: the run.
         tokenizer: the model's tokenizer.
-        trained_length: the pretrained window in tokens, which `mixed_windows` needs.
+        lengths: windows to evaluate at, in tokens.
+        trained_length: the pretrained window, in tokens.
 
     Raises:
-        RopeExtendError: as `load_documents` and `cut_blocks`; the message names the source if there are
-            several.
+        RopeExtendError: as `load_documents` and `cut_blocks`.
     """
+    names = [recipe.data] if recipe.data_weights is None else recipe.data
+    sources = [_documents(recipe, name, tokenizer) for name in names]
     if recipe.mixed_windows:
-        assert trained_length is not None
-        documents = _documents(recipe, recipe.data, tokenizer)
-        blocks = mixed_windows(documents, recipe.length, trained_length, recipe.short_share, seed=recipe.seed)
-        return TrainingData(blocks, fingerprint(documents), documents)
-    weighted = recipe.data_weights is not None
-    sources: list[list[Document]] = []
-    parts: list[Blocks | PackedBlocks] = []
-    for name in recipe.data if weighted else [recipe.data]:
-        with _naming(name, weighted):
-            sources.append(_documents(recipe, name, tokenizer))
-            parts.append(_blocks(sources[-1], recipe))
-    content = [fingerprint(documents) for documents in sources]
-    joined = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
-    return TrainingData(
-        Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed),
-        joined if weighted else content[0],
-        [document for documents in sources for document in documents],
-    )
+        share, seed = recipe.short_share, recipe.seed
+        blocks = mixed_windows(sources[0], recipe.length, trained_length, share, seed=seed)
+    else:
+        cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
+        parts = [cut(documents, recipe.length) for documents in sources]
+        blocks = Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed)
+    held_out = load_held_out(recipe, tokenizer, lengths)
+    longest = max(lengths, default=0)
+    scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
+    known = in_common(scored, [document for documents in sources for document in documents])
+    return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
 
 
 def source_names(recipe: Recipe) -> tuple[str, ...]:
@@ -96,24 +89,6 @@ def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> lis
     )
 
 
-def trained_on(held_out: Sequence[Document], training: TrainingData, lengths: Sequence[int]) -> int:
-    """How many of the documents to evaluate on, cut to the largest window, are also training data."""
-    longest = max(lengths, default=0)
-    scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
-    return in_common(scored, training.documents)
-
-
-@contextmanager
-def _naming(source: str | Sequence[str], several: bool) -> Iterator[None]:
-    """Name the source in an error, if there are several."""
-    try:
-        yield
-    except RopeExtendError as error:
-        if not several:
-            raise
-        raise RopeExtendError(f"the source {source!r} of data: {error}") from error
-
-
 def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> list[Document]:
     return load_documents(
         source,
@@ -125,9 +100,3 @@ def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> l
         max_tokens=recipe.max_tokens,
         streaming=recipe.streaming,
     )
-
-
-def _blocks(documents: Sequence[Document], recipe: Recipe) -> Blocks | PackedBlocks:
-    if recipe.packing == UNPACKED:
-        return cut_blocks(documents, recipe.length)
-    return packed_blocks(documents, recipe.length, restarts=recipe.packing == RESTART)

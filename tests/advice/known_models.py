@@ -39,9 +39,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama2-7b": _config("llama", (4096, 11_008, 32, 32, 32), 32_000, 4096, 1e4),
     "llama3-8b": _config("llama", (4096, 14_336, 32, 32, 8), 128_256, 8192, 5e5),
     "llama31-8b": _config("llama", (4096, 14_336, 32, 32, 8), 128_256, 131_072, 5e5, rope_scaling=_LLAMA_31),
-    "llama32-1b": _config(
-        "llama", (2048, 8192, 16, 32, 8), 128_256, 131_072, 5e5, rope_scaling={**_LLAMA_31, "factor": 32.0}
-    ),
     "tinyllama-1b": _config("llama", (2048, 5632, 22, 32, 4), 32_000, 2048, 1e4),
     "smollm2-1.7b": _config("llama", (2048, 8192, 24, 32, 32), 49_152, 8192, 130_000.0),
     "qwen2-7b": _config("qwen2", (3584, 18_944, 28, 28, 4), 152_064, 131_072, 1e6),

@@ -43,7 +43,7 @@ def test_a_gpu_at_the_command_line_is_the_one_that_was_written(text: str) -> Non
         ("v100", "'v100'. Give the name"),
         ("a100", "a100-40gb or a100-80gb"),
         ("2xh100", "name of one GPU"),
-        ("24", "24GB"),
+        ("24", "with its unit"),
     ],
 )
 def test_an_unknown_gpu_is_refused_with_what_was_meant(text: str, message: str) -> None:

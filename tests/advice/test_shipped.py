@@ -60,20 +60,13 @@ def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
         assert str(step.memory_options) in said
 
 
-@pytest.mark.slow
-def test_the_memory_of_one_recipe(tmp_path: Path) -> None:
-    figures("tinyllama_1b_32k_yarn", tmp_path, (24,))
+SOME = {"tinyllama_1b_32k_yarn", "phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SOME else pytest.mark.full) for n in MODELS]
+)
 def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
-    figures(name, tmp_path, (24, 80))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-def test_the_memory_of_all_recipes(name: str, tmp_path: Path) -> None:
     figures(name, tmp_path, SIZES)
 
 
@@ -95,15 +88,6 @@ def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Pat
     (tmp_path / "file").write_text("x")
     with pytest.raises(rx.RopeExtendError, match="file' is a file"):
         copy_recipe("llama_7b_32k_yarn", tmp_path / "file" / "mine.yaml")
-
-
-def test_the_comments_of_a_copy_say_which_model_they_are_about(tmp_path: Path) -> None:
-    file = copy_recipe("phi2_3b_16k_yarn", tmp_path / "my file.yaml", model="my/own model")
-    about, _, command, *_ = file.read_text(encoding="utf-8").splitlines()
-    assert about == (
-        "# The recipe phi2_3b_16k_yarn with another model; its comments were written for microsoft/phi-2."
-    )
-    assert command == f"# rope-extend finetune '{file}'"
 
 
 @pytest.mark.parametrize(
@@ -131,12 +115,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["recipe", "model", "window", "24", "GB", "48", "GB", "80", "GB"]
     rows = {line.split()[0]: " ".join(line.split()) for line in lines[1 : len(MODELS) + 1]}
-    assert [*rows][:4] == [
-        "gemma3_1b_64k_yarn",
-        "gemma2_2b_16k_yarn",
-        "gemma_2b_32k_yarn",
-        "gemma_7b_32k_yarn",
-    ]
     assert [*rows] == [recipe.name for recipe in shipped_recipes()]
     assert rows["llama3_8b_32k_yarn"].endswith(
         " meta-llama/Meta-Llama-3-8B 8k to 32k 19.6 GB 32.8 GB 32.8 GB"

@@ -56,7 +56,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge adapter --output full", "full already holds a checkpoint (config.json)"),
         ("merge adapter --output adapter", "is the adapter itself"),
         ("merge adapter --output file", "it is a file"),
-        ("merge adapter --output file/below", "cannot save to"),
         ("merge adapter --output x --base-model nowhere", "cannot find the base model 'nowhere'"),
         ("merge adapter --output x --base-model full --max-shard-size big", "not a size in memory: 'big'"),
         ("merge adapter --output x --dtype int8", "invalid choice: 'int8'"),
@@ -64,27 +63,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge nowhere --output x", "cannot find the checkpoint 'nowhere'"),
         ("merge cut --output x", "adapter_model.safetensors is truncated or damaged"),
         ("merge unrecorded --output x", "no rope_extend.json in unrecorded"),
-        ("merge newer --output x", "a newer one may have written it"),
-        ("export", "needs a checkpoint's directory, and --output or --support"),
-        ("export full", "needs a checkpoint's directory, and --output or --support"),
+        ("export full", "export needs --output, or --support"),
         ("export full --to ollama --output x", "got 'ollama'"),
         ("export full --to llama.cpp --output x", "convert the weights with its convert_hf_to_gguf.py"),
         ("export full --to llama.cpp --output x --gguf nothing.gguf", "cannot read nothing.gguf as GGUF"),
         ("export full --to llama.cpp --output x --gguf some.gguf", "some.gguf as GGUF"),
         ("export full --to vllm --output x --gguf some.gguf", "--gguf is for llama.cpp"),
         ("export full --output full --overwrite", "is the checkpoint itself"),
-        ("export full --output adapter", "adapter already holds a checkpoint"),
         ("export flipped --output x", "is not what was saved"),
         ("export nowhere --support", "there is no directory nowhere"),
         ("verify nowhere", "there is no directory nowhere"),
         ("verify file", "no rope_extend.json in file"),
-        ("verify base", "no rope_extend.json in base"),
         ("verify flipped", "is not what was saved"),
         ("verify full --tolerance 0", "must be above 0"),
-        ("verify full --tolerance -1", "must be above 0"),
-        ("verify full --length 1q", "not a length in tokens"),
         ("verify full --reference nowhere", "cannot find the checkpoint 'nowhere'"),
-        ("verify full --reference base", "no rope_extend.json in base"),
         ("card nowhere", "there is no directory nowhere"),
         ("card base", "no rope_extend.json in base"),
         ("card full --results nowhere", "no results at 'nowhere'"),
@@ -110,12 +102,3 @@ def test_a_mistake_is_one_clear_line(
     assert "Traceback" not in said[0]
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
     assert not (made / "x").exists()
-
-
-@pytest.mark.parametrize("command", ["info", "merge", "export", "verify", "card"])
-def test_help_is_there(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: rope-extend {command}")
-    assert "\n    Reads the config" not in text  # the indentation of the docstring is removed

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cases import llama
 from integrity import (
     INDEX,
@@ -14,35 +13,13 @@ from integrity import (
     each,
     each_with,
     extended,
-    logits,
     refused,
     rewritten,
-    unsealed,
     with_lora,
 )
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-
-
-@each("full")
-@pytest.mark.parametrize(
-    "key",
-    ["rope_parameters", "max_position_embeddings", "hidden_size", "num_hidden_layers", "vocab_size",
-     "num_attention_heads", "head_dim", "intermediate_size", "model_type"],
-)  # fmt: skip
-def test_a_config_without_a_key_is_refused(directory: Path, key: str) -> None:
-    rewritten(directory / "config.json", lambda data: {**{k: v for k, v in data.items() if k != key}})
-    refused(directory, r"config 'config.json' .* is not what was saved")
-    unsealed(directory)
-    if key in (
-        "rope_parameters",
-        "max_position_embeddings",
-        "head_dim",
-    ):  # the record has it, or it has a default
-        assert torch.equal(logits(rx.load(directory)), logits(extended()))
-        return
-    refused(directory, "", by="load")
 
 
 def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from integrity import (
     WEIGHTS,
     each,
     each_with,
-    extended,
     in_hub_cache,
     logits,
     named,
@@ -25,7 +24,6 @@ from integrity import (
     unsealed,
     watching,
     weights_of,
-    with_lora,
 )
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
@@ -189,19 +187,6 @@ def test_an_option_that_selects_other_weights_is_refused(directory: Path, option
     with pytest.raises(RopeExtendError, match=rf"{next(iter(option))}='.*' selects other weights"):
         rx.load(directory, **option)
     rx.load(directory, subfolder="")
-
-
-@pytest.mark.parametrize("option", [{"variant": "fp16"}, {"subfolder": "other"}], ids=str)
-def test_an_option_that_selects_files_of_an_adapters_base_model_is_passed_on(
-    tmp_path: Path, option: dict[str, str]
-) -> None:
-    base = tmp_path / "base"
-    llama().save_pretrained(base / option.get("subfolder", ""), variant=option.get("variant"))
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(base, **option)))
-    directory = rx.save(adapted, tmp_path / "adapter", base_model=str(base))
-    assert torch.equal(logits(rx.load(directory, **option)), logits(adapted))
-    with pytest.raises(RopeExtendError, match=r"cannot load the model of .*base"):
-        rx.load(directory)
 
 
 def test_options_for_the_hub_apply_to_the_record_too(

@@ -24,7 +24,6 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.saving import save
-from rope_extend.data.bundled import MODEL_DIR
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -140,23 +139,6 @@ def test_architectures_are_given_what_they_read() -> None:
     for case in ("yarn-options", "yarn-turns", "llama3", "longrope-static", "p_rope"):
         with pytest.raises(RopeExtendError, match=r"llama.cpp reads none for the architecture 'qwen3'"):
             names(case, "qwen3")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"GGUF", b"not a model at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64]
-)
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.gguf").write_bytes(content)
-    with pytest.raises(RopeExtendError, match=r"cannot read .*bad.gguf as GGUF"):
-        annotate(tmp_path / "bad.gguf", tmp_path / "ours.gguf", record(ROWS["yarn"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
-
-
-def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:
-    path = converted(llama(), tmp_path / "other.gguf", **{"+split.count": 2})
-    with pytest.raises(RopeExtendError, match="split into 2 files"):
-        annotate(path, tmp_path / "ours.gguf", record(ROWS["yarn"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["other.gguf"]
 
 
 def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -329,21 +311,3 @@ def test_llama_cpp_reads_as_we_do(
         assert alone < 1e-3
     elif case.name != "llama3":  # for which the converter writes the same tensor
         assert alone > 0.1  # the converter alone is wrong
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-@pytest.mark.parametrize("method", ["yarn", "ntk_by_parts", "linear"])
-@torch.no_grad()
-def test_the_bundled_model_reads_in_llama_cpp(tmp_path: Path, method: str) -> None:
-    """Trained weights, at 256 positions beyond their trained window."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
-    source = converted(model, tmp_path / "plain.gguf")
-    with rx.extend(model, 2048, method) as patch:
-        record = Record(patch.encoding, patch.shape, 2048, "llama", None)
-        ids = torch.randint(3, 1000, (1, record.shape.trained_length + 256))
-        expected = model(ids).logits[0]
-        files = (annotate(source, tmp_path / "ours.gguf", record), source)
-        gap, alone = ((llama_cpp_logits(f, ids[0].tolist()) - expected).abs().max().item() for f in files)
-    print(f"\n{method} of the bundled model: {gap:.1e}")
-    assert gap < 1e-3 < alone

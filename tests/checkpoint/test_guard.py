@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_config
+from cases import FAMILIES, TARGET, FamilyCase, llama, tiny_config
 from huggingface_hub.errors import StrictDataclassError
-from integrity import IDS, extended, logits, rewritten, unsealed
+from integrity import extended, logits
 from tolerances import assert_same_but_rounding
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.model_type import MODEL_TYPE, guarded_config, plain_config
 
 
@@ -128,19 +127,6 @@ def test_a_family_s_own_class_refuses_the_config(guarded: tuple[Path, torch.Tens
     AutoModelForCausalLM.from_pretrained(directory, config=config, attn_implementation="eager")
 
 
-def test_a_config_alone_makes_the_family_s_model(guarded: tuple[Path, torch.Tensor]) -> None:
-    """As docs/trust.md says: without the encoding, and from `to_dict()` a config with the original window."""
-    directory, _ = guarded
-    config = AutoConfig.from_pretrained(directory)
-    made = AutoModelForCausalLM.from_config(config)
-    assert type(made) is LlamaForCausalLM
-    assert rx.current_patch(made) is None
-    plain = LlamaConfig.from_dict(config.to_dict())
-    assert type(plain) is LlamaConfig
-    assert plain.max_position_embeddings == TRAINED
-    assert rx.current_patch(LlamaForCausalLM(plain)) is None
-
-
 @pytest.mark.parametrize("parameters", [{}, {"long_factor": (1.0, *(4.0,) * 7)}], ids=["ntk", "longrope"])
 def test_a_table_for_each_query_is_guarded(tmp_path: Path, parameters: dict[str, Any]) -> None:
     """Stock transformers would use the table of the longest row of a batch."""
@@ -150,16 +136,3 @@ def test_a_table_for_each_query_is_guarded(tmp_path: Path, parameters: dict[str,
     directory = rx.save(model, tmp_path / "saved")
     assert config_of(directory)["model_type"] == MODEL_TYPE
     assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
-
-
-def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:
-    """A user may have set a guard although the target supports the encoding."""
-    model = extended("yarn")
-    directory = rx.save(model, tmp_path / "saved")
-    plain = config_of(directory)
-    rewritten(directory / "config.json", guarded_config)
-    out = export(unsealed(directory), tmp_path / "out", verify=False)
-    assert config_of(out) == plain
-    with torch.no_grad():
-        stock = LlamaForCausalLM.from_pretrained(out)(IDS).logits
-    torch.testing.assert_close(stock, logits(model), rtol=0, atol=1e-4)

@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import rope_extend as rx
 from rope_extend.checkpoint.record import read_record, write_record
-from rope_extend.cli.main import main
 from rope_extend.training.lora import lora_config
 
 BY_NAME = {case.model_type: case for case in FAMILIES}
@@ -301,14 +300,10 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         rx.RopeExtendError, match=r"model.norm.weight .*infinite in torch.float16.*another dtype"
     ):
         rx.merge(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float16)
-    base["model.norm.weight"][0] = float("nan")
-    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(rx.RopeExtendError, match=r"model.norm.weight holds values that are NaN"):
-        rx.merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 
-def test_other_kinds_of_adapters_and_pickled_bases_are_refused_by_name(
+def test_other_kinds_of_adapters_repeated_layers_and_pickled_bases_are_refused_by_name(
     adapter: Path, tmp_path: Path, work: Path
 ) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -321,19 +316,15 @@ def test_other_kinds_of_adapters_and_pickled_bases_are_refused_by_name(
     with pytest.raises(rx.RopeExtendError, match="IA3 adapter and only LoRA is merged"):
         rx.merge(adapter, tmp_path / "merged")
     (adapter / "adapter_config.json").write_text(json.dumps(config))
+    adapted(llama(), tmp_path / "twice", target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    with pytest.raises(rx.RopeExtendError, match=r"repeats layers .*use it with rope_extend.load"):
+        rx.merge(tmp_path / "twice" / "adapter", tmp_path / "merged")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_bytes((work / "model" / "config.json").read_bytes())
     torch.save({}, pickled / "pytorch_model.bin")
     with pytest.raises(rx.RopeExtendError, match=r"cannot load the model of .*safetensors"):
         rx.merge(adapter, tmp_path / "merged", base_model=str(pickled))
-
-
-def test_repeated_layers_are_refused_by_name(tmp_path: Path) -> None:
-    adapted(llama(), tmp_path, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
-    with pytest.raises(rx.RopeExtendError, match=r"repeats layers .*use it with rope_extend.load"):
-        rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize(
@@ -372,13 +363,3 @@ def test_every_family_is_merged_and_exported_or_says_why_not(
         assert rx.current_patch(stock) is None
         near = slice(160)  # the recurrence of hrm_text amplifies rounding from position to position
         assert_same_but_rounding(logits(stock)[:, near], merged[:, near])
-
-
-def test_from_the_command_line(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    merged = tmp_path / "merged"
-    main(["merge", str(adapter), "--output", str(merged), "--dtype", "bfloat16", "--max-shard-size", "1MB"])
-    assert f"verify it: rope-extend verify {merged}" in capsys.readouterr().out
-    assert AutoModelForCausalLM.from_pretrained(merged, dtype="auto").dtype == torch.bfloat16
-    with pytest.raises(SystemExit):
-        main(["merge", str(adapter), "--output", str(merged)])
-    assert "already holds a checkpoint" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,7 +19,6 @@ from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend import RopeExtendError
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.write import export
 
@@ -69,22 +67,3 @@ def test_the_card_of_an_oddly_named_directory_has_lines_that_run(
     ).stdout  # fmt: skip
     merged = f"{name}-merged"
     assert listed == "|".join(["merge", name, "--output", merged, "verify", merged, ""])
-
-
-@pytest.mark.slow
-def test_an_oddly_named_directory_is_verified(checkpoints: Path, tmp_path: Path) -> None:
-    """The directory is passed to another process."""
-    directory = Path(shutil.copytree(checkpoints / "full", tmp_path / 'it\'s "odd"\n[x] $(y) 模型'))
-    assert rx.verify(directory).verdict == "equal"
-
-
-def test_a_name_that_the_libraries_cannot_read_is_refused(tmp_path: Path) -> None:
-    """Not UTF-8: safetensors cannot open such a file."""
-    where = Path(os.fsdecode(bytes(tmp_path) + b"/\xff\xfe"))
-    try:
-        where.mkdir()
-    except OSError:
-        pytest.skip("this file system takes no such name")
-    with pytest.raises(RopeExtendError, match="is not valid UTF-8"):
-        rx.save(extended(), where)
-    assert list(where.iterdir()) == []

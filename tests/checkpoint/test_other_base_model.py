@@ -119,7 +119,7 @@ def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.T
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}], ids=["list", "dict"])
+@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}, {"lm_head": [3]}], ids=str)
 def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
     tmp_path: Path, indices: Any, tied: bool
 ) -> None:
@@ -132,13 +132,6 @@ def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
     other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
     other.save_pretrained(tmp_path / "base")
     refused(adapter, "has other weights", by="load")
-
-
-def test_tokens_of_one_half_of_tied_embeddings_are_not_merged_into_both(tmp_path: Path) -> None:
-    adapter, expected = with_tokens(tmp_path, {"lm_head": [3]}, tie_word_embeddings=True)
-    assert torch.equal(logits(rx.load(adapter)), expected)
-    merged = rx.merge(adapter, tmp_path / "merged")
-    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(merged)), expected)
 
 
 def test_the_fingerprint_covers_matrices_of_experts() -> None:

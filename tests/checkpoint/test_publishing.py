@@ -58,22 +58,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("directory", ["full"], indirect=True)
-def test_what_is_uploaded_loads_with_the_same_logits(
-    directory: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (directory / "checkpoints" / "step-2").mkdir(parents=True)
-    for name in ("recipe.yaml", "metrics.jsonl", "checkpoints/step-2/config.json", "code.py", "old.bin"):
+def test_what_is_uploaded_loads_and_the_users_own_files_stay_here_and_are_named(
+    directory: Path, hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    own = ["credentials.json", "face.png", "notes.txt", "old.safetensors", "recipe.yaml", "settings.json"]
+    sent = ["README.md", "LICENSE", "NOTICE.txt", "perplexity.png", "chat_template.jinja"]
+    before = {path.name for path in directory.iterdir()}
+    for name in (*own, *sent):
         (directory / name).write_text("{}")
-    (directory / "README.md").write_text("a card")
+    (directory / "README.md").write_text("# A card\n\n![Perplexity](perplexity.png)\n![](../outside.png)\n")
+    (directory / "checkpoints" / "step-2").mkdir(parents=True)
+    (directory / "checkpoints" / "step-2" / "config.json").write_text("{}")
     (tmp_path / "secret.json").write_text("{}")
     (directory / "link.json").symlink_to(tmp_path / "secret.json")
-    for name in ("old.bin", "code.py"):
-        (directory / name).unlink()
-    main(["push", str(directory), "owner/name", "--private"])
+    with caplog.at_level("INFO", "rope_extend"):
+        main(["push", str(directory), "owner/name", "--private"])
     assert "https://hub/owner/name/commit/1" in capsys.readouterr().out
-    assert {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "rope_extend.json",
-    }  # fmt: skip
+    assert {path.relative_to(hub).as_posix() for path in hub.rglob("*")} == before | set(sent)
+    left = sorted([*own, "checkpoints", "link.json"])
+    assert f"not uploaded from {directory}: {', '.join(left)}" in caplog.text
     assert ("owner/name", {"private": True, "exist_ok": True}) in Hub.calls
     ids = torch.arange(40)[None] % 50
     with torch.no_grad():
@@ -113,22 +117,6 @@ def test_mistakes_are_explained_and_nothing_is_uploaded(directory: Path, hub: Pa
     with pytest.raises(RopeExtendError, match=r"no rope_extend\.json"):
         rx.push_to_hub(tmp_path / "empty", "owner/name")
     assert not any(hub.iterdir())
-
-
-@pytest.mark.parametrize("directory", ["full"], indirect=True)
-def test_the_users_own_files_stay_here_and_are_named(
-    directory: Path, hub: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = ["credentials.json", "face.png", "notes.txt", "old.safetensors", "recipe.yaml", "settings.json"]
-    sent = ["README.md", "LICENSE", "NOTICE.txt", "perplexity.png", "tokenizer.json", "chat_template.jinja"]
-    before = {path.name for path in directory.iterdir()}
-    for name in (*own, *sent):
-        (directory / name).write_text("{}")
-    (directory / "README.md").write_text("# A card\n\n![Perplexity](perplexity.png)\n![](../outside.png)\n")
-    with caplog.at_level("INFO", "rope_extend"):
-        rx.push_to_hub(directory, "owner/name")
-    assert {path.name for path in hub.iterdir()} == before | set(sent)
-    assert f"not uploaded from {directory}: {', '.join(own)}" in caplog.text
 
 
 @pytest.mark.parametrize("directory", ["full"], indirect=True)

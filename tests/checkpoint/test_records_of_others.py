@@ -46,22 +46,6 @@ def written(directory: Path, record: dict[str, Any]) -> str:
     return model_card(directory)
 
 
-@pytest.mark.parametrize("change", [
-    {"versions": {"torch": EVIL}}, {"versions": {EVIL: "2"}}, {"versions": {"torch": [EVIL, {EVIL: EVIL}]}},
-    {"model_type": EVIL}, {"base_model": EVIL}, {"base_model": "a/" + "b" * 100_000}, {"base_model": "a\0b"},
-])  # fmt: skip
-def test_a_record_cannot_change_the_form_of_a_card(
-    directory: Path, record: dict[str, Any], change: dict[str, Any]
-) -> None:
-    honest = written(directory, record)
-    try:
-        card = written(directory, {**record, **change})
-    except RopeExtendError:
-        return
-    assert form(card) == form(honest)
-    assert len(card) < len(honest) + 20_000
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(EVIL),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ENCODINGS, FAMILIES, TARGET, llama, tiny_model
+from cases import TARGET, llama
 from integrity import contents, with_lora
 from transformers import AutoModelForCausalLM
 
@@ -19,9 +19,6 @@ from rope_extend.checkpoint import stock_reader, verifying
 from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.models.view import shape_of
-
-BY_NAME = {case.model_type: case for case in FAMILIES}
 
 
 def saved(
@@ -71,25 +68,6 @@ def test_rope_extend_is_barred_from_the_process() -> None:
         [sys.executable, "-P", "-c", "import importlib.util as u; assert u.find_spec('rope_extend')"],
         check=True,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gemma2", "mistral"])
-def test_every_encoding_with_a_stock_form_is_equal_and_no_other(tmp_path: Path, family: str) -> None:
-    """If stock transformers does not support the encoding, its logits differ, and this must be found."""
-    for number, case in enumerate(ENCODINGS):
-        if family != "llama" and str(case) not in ("linear", "yarn", "ntk", "llama3", "power"):
-            continue
-        model = tiny_model(BY_NAME[family])
-        encoding = case.build(shape_of(model))
-        rx.patch_model(model, encoding, target_length=TARGET)
-        found = rx.verify(rx.save(model, tmp_path / f"{number}", guard=False))
-        if case.reloads and not encoding.depends_on_length:
-            assert found.verdict == "equal", str(case)
-            assert max(found.inside, found.beyond) < 1e-3
-        elif not encoding.depends_on_length:
-            assert found.verdict == "needs rope_extend", str(case)
 
 
 @pytest.mark.slow

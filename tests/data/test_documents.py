@@ -189,13 +189,6 @@ def test_blocks_come_from_one_document_each_and_use_nearly_all_text(sizes: list[
     assert made.dropped_documents == sum(size < length for size in sizes)
 
 
-def test_a_long_rest_gets_a_block_that_overlaps() -> None:
-    blocks = cut_blocks([Document("a", torch.arange(35)), Document("b", torch.arange(14))], 10)
-    assert [blocks.origin(index) for index in range(len(blocks))] == [
-        ("a", 0), ("a", 10), ("a", 20), ("a", 25), ("b", 0),
-    ]  # fmt: skip
-
-
 def test_share_beyond_counts_positions_inside_the_block() -> None:
     made = cut_blocks([Document("a", torch.arange(64))], "32")
     positions = torch.arange(32).repeat(len(made))

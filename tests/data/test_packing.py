@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TRAINED, FamilyCase, tiny_config, tiny_llama, tiny_model
-from covering import few
+from cases import FAMILIES, FamilyCase, tiny_config, tiny_llama, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
 
@@ -31,8 +30,7 @@ from rope_extend.attention.packed import (
 )
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import CONTINUE, check_packing, packed, packed_blocks
-from rope_extend.encodings import RopeShape
+from rope_extend.data.packing import check_packing, packed, packed_blocks
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import DirectKernelCalls
@@ -56,14 +54,14 @@ def apart(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum() / sum(len(text) - 1 for text in texts)
 
 
-def together(model: PreTrainedModel, *rows: list[Tensor], restarts: bool, mask: bool = True) -> Tensor:
+def together(model: PreTrainedModel, *rows: list[Tensor], mask: bool = True) -> Tensor:
     """The loss of rows of documents, with a mask or without one."""
     batch = {
         name: torch.stack([packed(row)[name] for row in rows])
-        for name in ("input_ids", "labels", "document_positions")
+        for name in ("input_ids", "labels", "position_ids")
     }
     with nullcontext() if mask else packed_attention(model):
-        inputs = document_inputs(model, batch["document_positions"], restarts=restarts)
+        inputs = document_inputs(model, batch["position_ids"])
         return next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
 
 
@@ -90,20 +88,17 @@ MASKED = ("gemma3_text", "gpt_oss", "llama4_text", "stablelm")
 """Families that need a mask. The last one does not pass the lengths to its layers."""
 
 
-@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
 @pytest.mark.parametrize(
     ("family", "mask"), [(name, True) for name in PLAIN + MASKED] + [(name, False) for name in PLAIN]
 )
-def test_a_packed_block_equals_its_documents_apart(family: str, mask: bool, mode: str) -> None:
-    """Positions are relative, so loss and gradients are those of the documents in both modes."""
+def test_a_packed_block_equals_its_documents_apart(family: str, mask: bool) -> None:
     model = tiny_model(BY_TYPE[family])
     texts = documents()
     with rx.patch_model(model, rx.encoding("yarn", factor=8.0)):
         assert takes_no_mask(model) == (family in PLAIN)
         assert_equal_losses_and_gradients(
-            model, lambda: apart(model, texts),
-            lambda: together(model, texts, restarts=mode == RESTART, mask=mask),
-        )  # fmt: skip
+            model, lambda: apart(model, texts), lambda: together(model, texts, mask=mask)
+        )
 
 
 @pytest.mark.slow
@@ -149,7 +144,7 @@ def test_without_a_mask_memory_is_not_quadratic() -> None:
     peaks = []
     for mask in (True, False):
         with LiveBytes() as memory, torch.no_grad():
-            together(model, documents((tokens // 2,) * 2), restarts=True, mask=mask)
+            together(model, documents((tokens // 2,) * 2), mask=mask)
         peaks.append(memory.peak)
     assert peaks[0] > tokens**2 > 2 * peaks[1]
 
@@ -162,41 +157,34 @@ def test_the_models_attention_is_restored(recipe: Recipe, monkeypatch: pytest.Mo
     result = finetune(replace(recipe, steps=1))
     assert result.model.config._attn_implementation == "sdpa"
     with pytest.raises(AssertionError, match="a mask was made"):
-        together(result.model, documents(), restarts=True)
+        together(result.model, documents())
 
 
-ENCODINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "none": ({}, (RESTART, CONTINUE)),
-    "dynamic_ntk": ({"factor": 8.0}, (RESTART,)),
-    "logn": ({"inner": {"name": "ntk", "factor": 8.0}}, (RESTART,)),
-    "xpos": ({}, (RESTART, CONTINUE)),
-    "alibi": ({}, (RESTART, CONTINUE)),
-    "t5_bias": ({}, (RESTART, CONTINUE)),
-    "sinusoidal": ({}, (RESTART,)),
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "dynamic_ntk": {"factor": 8.0},
+    "logn": {"inner": {"name": "ntk", "factor": 8.0}},
+    "xpos": {},
+    "alibi": {},
+    "t5_bias": {},
+    "sinusoidal": {},
 }
-"""Encodings, with the packings in which a document gives the same results as alone."""
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(n, mode) for n, (_, modes) in ENCODINGS.items() for mode in modes]
-)
+@pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_every_kind_of_encoding_treats_a_packed_document_as_alone(
-    name: str, mode: str, implementation: str
-) -> None:
+def test_every_kind_of_encoding_treats_a_packed_document_as_alone(name: str, implementation: str) -> None:
     model = tiny_model(BY_TYPE["llama"])
     model.set_attn_implementation(implementation)
     texts = documents()
-    with rx.patch_model(model, rx.encoding(name, **ENCODINGS[name][0])):
-        assert_equal_losses_and_gradients(
-            model, lambda: apart(model, texts), lambda: together(model, texts, restarts=mode == RESTART)
-        )
+    with rx.patch_model(model, rx.encoding(name, **ENCODINGS[name])):
+        assert_equal_losses_and_gradients(model, lambda: apart(model, texts), lambda: together(model, texts))
 
 
 def test_rows_of_a_batch_have_different_borders() -> None:
     model, rows = tiny_model(BY_TYPE["qwen3"]), [documents((20, 30, 14)), documents((5, 59))]
     for mask in (True, False):
-        ours = together(model, *rows, restarts=True, mask=mask)
+        ours = together(model, *rows, mask=mask)
         torch.testing.assert_close(ours, apart(model, rows[0] + rows[1]), rtol=0, atol=1e-5)
 
 
@@ -219,10 +207,8 @@ def test_flash_attention_gets_the_borders_of_documents() -> None:
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             q, k, v = (part[start:stop].transpose(0, 1) for part in flat)
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-            scores = (q @ k.mT * kwargs["scaling"]).masked_fill(
-                torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1), -torch.inf
-            )
-            out[start:stop] = (scores.softmax(-1) @ v).transpose(0, 1)
+            alone = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs["scaling"])
+            out[start:stop] = alone.transpose(0, 1)
         return out.view(len(query), -1, *out.shape[1:]), None
 
     AttentionInterface.register("test_flash", varlen)
@@ -233,12 +219,11 @@ def test_flash_attention_gets_the_borders_of_documents() -> None:
     model.config._attn_implementation_internal = "test_flash"
     batch = {
         name: torch.stack([packed(row)[name] for row in rows])
-        for name in ("input_ids", "labels", "document_positions")
+        for name in ("input_ids", "labels", "position_ids")
     }
-    for restarts in (True, False):
-        inputs = document_inputs(model, batch["document_positions"], restarts=restarts)
-        ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    inputs = document_inputs(model, batch["position_ids"])
+    ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     assert seen[0].tolist() == [0, 20, 50, 64, 69, 128]
 
 
@@ -248,7 +233,7 @@ def test_a_mask_that_does_not_fit_is_one_clear_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("rope_extend.attention.packed.create_masks_for_generate", allocate)
     with pytest.raises(RopeExtendError, match=r"2 × 64² numbers; use a shorter block_length"):
-        document_inputs(tiny_llama(), torch.arange(64).expand(2, -1), restarts=True)
+        document_inputs(tiny_llama(), torch.arange(64).expand(2, -1))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(2, 30))
@@ -256,41 +241,36 @@ def test_blocks_hold_every_token_once_in_order(sizes: list[int], length: int) ->
     texts = [Document(str(i), torch.arange(size) + 1000 * i) for i, size in enumerate(sizes)]
     if sum(sizes) < length:
         with pytest.raises(RopeExtendError, match="together, but a packed block needs"):
-            packed_blocks(texts, length, restarts=True)
+            packed_blocks(texts, length)
         return
-    made = packed_blocks(texts, length, restarts=True)
-    items = [made[i] for i in range(len(made))]
-    ids = torch.cat([item["input_ids"] for item in items])
-    assert torch.equal(ids, torch.cat([text.input_ids for text in texts])[: len(ids)])
-    assert len(ids) + made.tokens_left_over == sum(sizes)
-    assert made.tokens_left_over < length
-    for item in items:
-        assert all(len(value) == length for value in item.values())
-        before: tuple[int, int] | None = None
-        for token, label, place in zip(
-            *(item[k].tolist() for k in ("input_ids", "labels", "document_positions")), strict=True
-        ):
-            follows = before is not None and token == before[0] + 1
-            assert place == (before[1] + 1 if follows and before else 0)
-            assert label == (token if follows else IGNORED)
-            before = (token, place)
+    made = packed_blocks(texts, length)
+    assert len(made) == sum(sizes) // length
+    assert made.tokens_left_over == sum(sizes) % length
+    tokens = torch.cat([text.input_ids for text in texts])
+    for number, ids in enumerate(tokens.split(length)[: len(made)]):
+        item = made[number]
+        assert torch.equal(item["input_ids"], ids)
+        start = 0
+        for place, token in enumerate(ids.tolist()):
+            start = place if place == 0 or token % 1000 == 0 else start
+            assert item["position_ids"][place] == place - start
+            assert item["labels"][place] == (IGNORED if place == start else token)
     with pytest.raises(IndexError):
         made[len(made)]
 
 
 def test_share_beyond_counts_positions_that_restart() -> None:
     texts = [Document(str(i), text) for i, text in enumerate(documents((10, 30, 24)))]
-    restarting = packed_blocks(texts, 64, restarts=True)
-    assert restarting.share_beyond(16) == (14 + 8) / 64
-    assert restarting.share_beyond(30) == 0
-    assert packed_blocks(texts, 64, restarts=False).share_beyond(16) == 48 / 64
+    blocks = packed_blocks(texts, 64)
+    assert blocks.share_beyond(16) == (14 + 8) / 64
+    assert blocks.share_beyond(30) == 0
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bamba", "blt", "qwen3_next", "zaya"])
 def test_families_that_ignore_the_mask_are_found_by_a_trial(family: str) -> None:
     model = tiny_model(BY_TYPE[family])
     with pytest.raises(RopeExtendError, match=f"packing does not work with {family}"):
-        check_packed_attention(model, restarts=True)
+        check_packed_attention(model)
 
 
 @pytest.mark.parametrize("case", [BY_TYPE[name] for name in ("llama", "gpt_oss")], ids=str)
@@ -299,29 +279,21 @@ def test_the_trial_accepts_families_that_separate_documents(case: FamilyCase) ->
     for training in (True, False):
         model.train(training)
         with packed_attention(model) if training else nullcontext():
-            check_packed_attention(model, restarts=True)
-            check_packed_attention(model, restarts=False)
+            check_packed_attention(model)
         assert model.training == training
-    check_packed_attention(model.to(torch.bfloat16), restarts=True)
+    check_packed_attention(model.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "parameters", "reason"),
+    ("name", "family", "reason"),
     [
-        (RESTART, "linear_attention", {}, "carries sums from token to token"),
-        (RESTART, "yarn", {"factor": 8.0}, "layers of type conv carry a state"),
-        (CONTINUE, "logn", {"inner": {"name": "ntk", "factor": 8.0}}, "use packing restart"),
+        ("linear_attention", "llama", "carries sums from token to token"),
+        ("none", "lfm2", "layers of type conv"),
     ],
 )
-def test_encodings_that_cannot_be_packed_are_refused(
-    mode: str, name: str, parameters: dict[str, Any], reason: str
-) -> None:
-    shape = RopeShape(dim=8, theta=10_000.0, trained_length=32)
-    config = tiny_config(BY_TYPE["lfm2"]) if "type conv" in reason else tiny_llama().config
-    with pytest.raises(
-        RopeExtendError, match=rf"packing {mode} cannot be combined with .*{reason}.*packing: none"
-    ):
-        check_packing(mode, rx.encoding(name, **parameters), shape, config)
+def test_encodings_that_cannot_be_packed_are_refused(name: str, family: str, reason: str) -> None:
+    with pytest.raises(RopeExtendError, match=rf"packing cannot be combined with .*{reason}.*packing: none"):
+        check_packing(rx.encoding(name), tiny_config(BY_TYPE[family]))
 
 
 @pytest.fixture
@@ -338,37 +310,12 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     )  # fmt: skip
 
 
-def weights(recipe: Recipe) -> dict[str, Tensor]:
-    return load_file(Path(recipe.output_dir) / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", few([RESTART, CONTINUE], 2))
-def test_a_packed_run_trains_resumes_and_logs_its_data(
-    recipe: Recipe, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = replace(recipe, packing=mode)
-    with caplog.at_level(logging.INFO):
-        result = finetune(recipe)
-    assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
-    assert 0 < result.share_beyond < 1
-    card = (Path(recipe.output_dir) / "README.md").read_text()
-    assert f"packing {mode}" in card
-    other = replace(recipe, output_dir=str(tmp_path / "other"))
-    finetune(replace(other, steps=2))
-    finetune(other, resume=True)
-    ours, theirs = weights(recipe), weights(other)
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    with pytest.raises(RopeExtendError, match=f"cannot resume: .*packing was '{mode}' and is 'none'"):
-        finetune(replace(other, packing="none", block_length=TRAINED), resume=True)
-
-
 def test_accumulation_equals_a_larger_batch_token_by_token(recipe: Recipe, tmp_path: Path) -> None:
     """Blocks predict different numbers of tokens; each token has the same weight in every forward pass."""
     recipe = replace(recipe, lora_dropout=0, steps=2)
     finetune(recipe)
     other = replace(recipe, batch_size=2, gradient_accumulation=1, output_dir=str(tmp_path / "other"))
     finetune(other)
-    ours, theirs = weights(recipe), weights(other)
+    ours, theirs = (load_file(Path(r.output_dir) / "adapter_model.safetensors") for r in (recipe, other))
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=1e-4)

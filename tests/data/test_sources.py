@@ -17,8 +17,6 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from rope_extend.data.sources import read_texts
 from rope_extend.errors import RopeExtendError
@@ -108,19 +106,6 @@ def test_another_form_is_refused_with_what_to_do(name: str, tmp_path: Path) -> N
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RopeExtendError, match=f"(?s){message}"):
         list(read_texts(tmp_path / name, "text", "train"))
-
-
-def test_a_chat_is_text_once_its_template_has_rendered_it(tmp_path: Path) -> None:
-    """The remedy of the error can be followed, as docs/training.md shows it."""
-    path = tmp_path / "chat.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in CHAT))
-    with pytest.raises(RopeExtendError, match="apply_chat_template"):
-        list(read_texts(path, "messages", "train"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}. {% endfor %}"
-    rows = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in CHAT]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert [text for _, text in read_texts(path, "text", "train")] == ["user: hi. assistant: ho. "]
 
 
 def test_the_columns_of_a_table_are_named_by_the_user(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rope_extend.data.documents import Document, load_documents
-from rope_extend.data.token_cache import TokenCache, cache_key, tokenizer_content
+from rope_extend.data.token_cache import cache_key, tokenizer_content
 
 
 @pytest.fixture
@@ -132,18 +130,6 @@ def test_files_leave_no_copy_of_their_text(load: Load, tmp_path: Path) -> None:
     kept = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert kept
     assert not any(b"secret" in content for content in kept)
-
-
-@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=6))
-def test_cached_tokens_come_back(texts: list[list[int]]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        cache = TokenCache(directory)
-        cache.put("ab" * 32, [np.array(ids, dtype=np.int32) for ids in texts])
-        found = cache.get("ab" * 32)
-        assert found is not None
-        assert [ids.tolist() for ids in found] == texts
-        assert all(ids.dtype == np.int32 for ids in found)
-        assert cache.get("cd" * 32) is None
 
 
 @given(st.lists(st.text(), max_size=4), st.lists(st.text(), max_size=4))

@@ -12,13 +12,13 @@ from typing import Any
 import evaluator
 import interpolation
 import kernel_cost
-import measuring
 import pytest
 import remap_prefill
 import run_benchmarks
 import torch
 import training_cost
-from transformers import LlamaConfig, LlamaForCausalLM
+from covering import few
+from transformers import LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,42 +48,54 @@ def rows(benchmark: Any) -> dict[str, dict[str, Any]]:
     return {f"{row['name']} / {row['peer']}": row for row in listed}
 
 
-def meets_target(row: dict[str, Any]) -> bool:
-    return bool(row["ratio"] <= row["target"])
+def small(**sizes: int) -> LlamaConfig:
+    """The shape of the models of benchmarks, small."""
+    return LlamaConfig(
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "vocab_size": 512, **sizes}
+    )  # fmt: skip
 
 
-@pytest.mark.slow
+BENCHMARKS: dict[str, tuple[Callable[[], Any], list[str], str, slice]] = {
+    "memory of the evaluator": (
+        lambda: evaluator.evaluator_memory(1, cases=[(2**15, 512, 1024, 1 / 10), (2**16, 256, 512, 1 / 20)]),
+        ["B", "s", "B", "s"], "peak bytes", slice(2),
+    ),
+    "losses": (
+        lambda: evaluator.evaluator_agreement(1, vocabulary=4096, length=256), ["nat", "nat"], "", slice(2),
+    ),
+    "a curve": (
+        lambda: evaluator.whole_curve(1, window=8, count=64, reach=32), ["FLOP", "s", "s"], "FLOPs", slice(1),
+    ),
+    "a LoRA step": (
+        lambda: training_cost.training_step(1, tokens=256, width=192), [*["s"] * 4, *["B"] * 6, "s"],
+        "kept for backward", slice(-1, None),
+    ),
+    "packed documents": (
+        lambda: training_cost.packed_documents(1, tokens=1024), ["s", "B"], "peak", slice(1),
+    ),
+    "kernels": (
+        lambda: kernel_cost.attention_kernels(1, small(num_hidden_layers=1), lengths=(128, 256)), [],
+        "float64", slice(3),
+    ),
+}  # fmt: skip
+"""A benchmark at a tiny size, the units of its rows, and which of the rows with a word in their name have
+counts that meet their target, or else are below the peer's, at any size."""
+
+
 @pytest.mark.usefixtures("timed_once")
-def test_memory_grows_no_more_than_its_target() -> None:
-    found = rows(evaluator.evaluator_memory(1, cases=[(2**15, 512, 1024, 1 / 10), (2**16, 256, 512, 1 / 20)]))
-    growth = [row for name, row in found.items() if "peak bytes" in name]
-    assert len(found) == 4
-    assert len(growth) == 2
-    assert all(map(meets_target, growth))
-    assert [row["unit"] for row in found.values()] == ["B", "s", "B", "s"]
-
-
-def test_losses_agree_with_the_naive_loop() -> None:
-    found = rows(evaluator.evaluator_agreement(1, vocabulary=4096, length=256))
-    assert len(found) == 2
-    assert all(map(meets_target, found.values()))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("timed_once")
-def test_a_curve_costs_a_twentieth_of_the_loop() -> None:
-    found = rows(evaluator.whole_curve(1, window=8, count=64, reach=32))
-    flops, loop, alone = found.values()
-    assert meets_target(flops)
-    assert (loop["target"], alone["target"]) == (1 / 15, 1.05)
+@pytest.mark.parametrize("name", few(BENCHMARKS, 3, 2))
+def test_a_benchmark_runs_and_its_counts_meet_their_targets(name: str) -> None:
+    benchmark, units, word, which = BENCHMARKS[name]
+    found = rows(benchmark())
+    assert not units or [row["unit"] for row in found.values()] == units
+    counted = [row for name, row in found.items() if word in name][which]
+    assert len(counted) == (which.stop or 1)
+    assert all(row["ratio"] <= (row["target"] or 1) for row in counted)
 
 
 def test_the_benchmark_for_a_gpu_runs_at_a_small_shape() -> None:
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    found = rows(evaluator.evaluator_8b(2, config=config, lengths=(256, 512), device="cpu"))
+    found = rows(evaluator.evaluator_8b(2, config=small(), lengths=(256, 512), device="cpu"))
     assert [row["unit"] for row in found.values()] == ["s", "B", "s", "B", "s"]
     plan = found["small model, bfloat16: peak memory at 256 tokens / the plan"]
     assert plan["ratio"] <= plan["target"]
@@ -93,31 +105,8 @@ def test_the_benchmark_for_a_gpu_runs_at_a_small_shape() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("timed_once")
-def test_lora_steps_meet_their_targets() -> None:
-    found = rows(training_cost.training_step(1, tokens=256, width=192))
-    assert [row["unit"] for row in found.values()] == [*["s"] * 4, *["B"] * 6, "s"]
-    kept = [row for name, row in found.items() if "kept for backward" in name]
-    assert meets_target(kept[-1])
-    assert kept[0]["ours"] > 4 * kept[1]["ours"]
-    times = [row for row in found.values() if row["peer"] == "all weights"]
-    assert [row["target"] for row in times] == [0.8] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("timed_once")
-def test_packed_documents_take_less_than_under_a_mask() -> None:
-    found = rows(training_cost.packed_documents(1, tokens=1024))
-    assert [row["unit"] for row in found.values()] == ["s", "B"]
-    assert list(found.values())[1]["ratio"] < 1
-
-
-@pytest.mark.slow
 def test_the_training_benchmark_for_a_gpu_runs_at_a_small_shape() -> None:
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
+    config = small(intermediate_size=256)
     found = list(training_cost.training_8b(1, config=config, tokens=256, device="cpu", limit=6e6, tile=64))
     assert [row["unit"] for row in found] == ["tokens", "tokens", "s"]
     longest, plan, overhead = found
@@ -147,28 +136,6 @@ def test_without_a_gpu_rows_say_not_measured(
     said = capsys.readouterr().err
     assert "no CUDA device; use --device cpu" in said
     assert "invalid choice: 'nothing'" in said
-
-
-def test_attention_kernels_are_compared_with_float64() -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    found = rows(kernel_cost.attention_kernels(1, config, lengths=(128, 256)))
-    gaps = [row for name, row in found.items() if "float64" in name]
-    assert len(gaps) == 3
-    assert all(map(meets_target, gaps))
-
-
-def test_the_operations_of_the_8b_shape_are_those_of_its_matrices() -> None:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(measuring.EIGHT_BILLION)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
-    tokens = 131_072
-    attention = 4 * 4096 * 32 * tokens * (tokens + 1) / 2
-    assert evaluator.operations_of(model).of(tokens) == pytest.approx(
-        2 * matrices * tokens + attention, rel=1e-6
-    )
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import rope_extend as rx
 from rope_extend.cli.arguments import in_flags
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.report_files import read_results
 from rope_extend.models.locating import check_path, is_path
 from rope_extend.report.machine import OPTIONAL, examine
 
@@ -57,65 +56,6 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
     assert found["shape"] == {"dim": 16, "theta": 10_000.0, "trained_length": TRAINED}
     assert found["encoding"] == "none"
     assert "trained window  32 tokens" in run("info {model}", capsys, model=tmp_path)
-
-
-def test_info_of_an_extended_checkpoint(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    with rx.extend(model, 8 * TRAINED, "ntk"):
-        live = rx.info(model)
-        model.save_pretrained(tmp_path)
-    assert live.encoding == "ntk(factor=8)"
-    text = run("info {model}", capsys, model=tmp_path)
-    assert "encoding        ntk(factor=8)" in text
-    assert "trained window  32 tokens; the config claims 256" in text
-    assert "extended by rope_extend to 256 tokens" in text
-
-
-@pytest.mark.slow
-def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The road of a user: fine-tune two ways, compare, draw."""
-    names = {"model": work / "model", "data": work / "data", "out": tmp_path}
-    base = "finetune --model {model} --data {data} --steps 2 --gradient-accumulation 1 --lora-rank 2"
-    run(base + " --target-length 128 --method linear --output-dir {out}/linear", capsys, **names)
-    run(base + " --target-length 32 --method none --output-dir {out}/control", capsys, **names)
-    assert not (tmp_path / "linear" / "config.json").exists()
-    assert json.loads((tmp_path / "linear" / "rope_extend.json").read_text())["encoding"]["factor"] == 4
-
-    text = run(
-        "evaluate {model} {out}/linear {out}/control --methods none,yarn,dynamic_ntk --data {data} "
-        "--lengths 16,32,128 --output {out}/report",
-        capsys, **names,
-    )  # fmt: skip
-    rows = read_results(tmp_path / "report")
-    labels = [row.label for row in rows]
-    assert labels == [
-        "none", "none, cropped to 32", "yarn", "dynamic_ntk", "linear + LoRA", "none + LoRA at 32",
-        "none + LoRA at 32, cropped to 32",
-    ]  # fmt: skip
-    for label in labels:
-        assert f"| {label} " in text
-    by_label = {row.label: row.result for row in rows}
-    assert len({result.data for result in by_label.values()}) == 1  # all on the same tokens
-    assert by_label["none"].ppl[32] == by_label["none, cropped to 32"].ppl[32]
-    assert by_label["none"].ppl[128] != by_label["none, cropped to 32"].ppl[128]
-    assert by_label["dynamic_ntk"].passes == 1
-    for name in ("perplexity.png", "loss_by_position.png", "report.md", "table.csv"):
-        assert (tmp_path / "report" / name).stat().st_size > 0
-
-    for kind, source in (
-        ("perplexity", "{out}/report"), ("loss", "{out}/report"), ("training", "{out}/linear"),
-        ("frequencies", "{model}"),
-    ):  # fmt: skip
-        run(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
-        assert (tmp_path / f"{kind}.svg").read_text().lstrip().startswith("<?xml")
-        assert "exists" in fail(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
-    assert "holds a measurement" in fail(
-        "evaluate {model} --data {data} --lengths 16 --output {out}/report", capsys, **names
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from rope_extend.cli.main import main
 from rope_extend.demo import run as demo
@@ -19,54 +17,29 @@ from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.recipe import Recipe
 
-ADAPTER = "adapter_model.safetensors"
 
-
-def interrupted(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_old_results_are_gone_once_a_demonstration_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_demonstration_resumes_or_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
-    """Otherwise the command that resumes would show them as those of the new runs."""
+    """Old results are gone once it starts again: they would be shown as those of the new runs."""
     (tmp_path / "results.jsonl").touch()
     (tmp_path / "runs" / "yarn").mkdir(parents=True)
-    recipes: list[Recipe] = []
-    monkeypatch.setattr(demo, "finetune_once", lambda recipe, *_: recipes.append(recipe))
-    monkeypatch.setattr(demo, "evaluate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_demo(tmp_path, tuned=["yarn"], steps=5, overwrite=True)
-    assert [*tmp_path.iterdir()] == []
-    assert [(recipe.method, recipe.steps) for recipe in recipes] == [("yarn", 5), ("none", 5)]
+    (tmp_path / "runs" / "yarn" / "recipe.yaml").touch()
+    runs: list[tuple[str, int, bool]] = []
+    monkeypatch.setattr(
+        demo, "finetune", lambda recipe, resume: runs.append((recipe.method, recipe.steps, resume))
+    )
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_an_interrupted_demonstration_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A finished run is not trained again, and the evaluation is told to use what it finds."""
-    monkeypatch.setattr(demo, "evaluate", interrupted)
-    arguments = ["demo", "--output", str(tmp_path), "--tune", "yarn", "--steps", "1"]
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert "The same command resumes from here; leave --overwrite out" in capsys.readouterr().out
-    weights = {run: load_file(tmp_path / "runs" / run / ADAPTER) for run in ("yarn", "control")}
-    resumed: list[bool] = []
-
-    def evaluate(_: object, *, resume: bool, overwrite: bool) -> None:
-        resumed.append(resume and not overwrite)
+    def evaluate(_: object, **asked: bool) -> None:
+        assert asked == {"resume": not overwrite, "overwrite": overwrite}
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "evaluate", evaluate)
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert resumed == [True]
-    for run, before in weights.items():
-        assert (tmp_path / "runs" / run / "metrics.jsonl").read_text().count('"step"') == 1
-        after = load_file(tmp_path / "runs" / run / ADAPTER)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path, tuned=["yarn"], steps=5, overwrite=overwrite)
+    assert (tmp_path / "results.jsonl").exists() != overwrite
+    assert runs == [("yarn", 5, not overwrite), ("none", 5, False)]
 
 
 def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:

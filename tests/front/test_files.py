@@ -93,17 +93,6 @@ def test_temporary_names_differ_and_fit_long_names(tmp_path: Path) -> None:
     assert path.read_text() == "first"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows flushes only what is open for writing")
-def test_flushing_needs_no_permission_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = []
-    own = os.open
-    monkeypatch.setattr(os, "open", lambda path, flag: (flags.append(flag), own(path, flag))[1])
-    (tmp_path / "a").write_text("text")
-    files.flush(tmp_path / "a")
-    files.flush(tmp_path)
-    assert [flag & (os.O_WRONLY | os.O_RDWR) for flag in flags] == [0, 0]
-
-
 def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
     directory = tmp_path / "report"
     for content in ("old", "new"):

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import llama
 
-import rope_extend as rx
 from rope_extend.cli.arguments import flag_table
 from rope_extend.cli.main import COMMANDS, command_parser, main
 from rope_extend.units import format_bytes
@@ -18,7 +16,7 @@ from rope_extend.units import format_bytes
 pytestmark = pytest.mark.usefixtures("private_cache")
 WITHOUT = {
     "demo", "generate", "retrieve", "plot", "convert", "merge", "push", "card", "completion", "search",
-    "report",
+    "report", "export",
 }  # fmt: skip
 """Commands that run, write files or print a text: there is nothing to give another program."""
 
@@ -47,13 +45,3 @@ def test_plans(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {16, 64} <= {length["length"] for length in evaluation["lengths"]}
     assert all(length["fits"] and length["seconds"] > 0 for length in evaluation["lengths"])
     assert evaluation["work"]
-
-
-def test_support(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = llama()
-    rx.extend(model, 256, "yarn")
-    rx.save(model, tmp_path / "saved")
-    rows = values(f"export {tmp_path / 'saved'} --support", capsys)["targets"]
-    main(["export", str(tmp_path / "saved"), "--support"])
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert lines == [f"{row['target']:<14}{row['verdict']}: {row['reason']}" for row in rows]

@@ -14,8 +14,8 @@ from commands import Commands
 import rope_extend as rx
 from rope_extend.advice.shipped import shipped_names
 from rope_extend.cli.main import parse
+from rope_extend.cli.train import recipe_of
 from rope_extend.models.families import REFUSED
-from rope_extend.training.recipe import recipe_from_arguments
 from rope_extend.training.resume import checkpoints, read_state
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 METHODS = sorted(f"docs/methods/{page.name}" for page in (ROOT / "docs" / "methods").glob("*.md"))
 CARD = "rope_extend/demo/README.md"
 MOST_LINES = 180
-HUB_OWNERS = ("meta-llama/", "Qwen/", "owner/")
+HUB_OWNERS = ("meta-llama/", "Qwen/", "HuggingFaceTB/", "owner/")
 """Owners of models on the hub that pages name; their commands need a network."""
 
 
@@ -74,7 +74,8 @@ def runs_here(words: list[str]) -> bool:
     models = [str(yaml.safe_load((ROOT / recipe).read_text()).get("model")) for recipe in recipes]
     local = all(model.startswith("rope_extend/") for model in models)
     local &= not any(word in shipped_names() or word.startswith(HUB_OWNERS) for word in words)
-    return words[0] == "rope-extend" and local and not any(word.startswith("path/to/") for word in words)
+    ours = words[0] == "rope-extend" or words[1].startswith("scripts/")
+    return ours and local and not any(word.startswith("path/to/") for word in words)
 
 
 def test_the_pages_name_what_exists() -> None:
@@ -117,10 +118,22 @@ def test_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     parsed = parse(words)
     if words[0] == "finetune":
-        recipe_from_arguments(parsed)
+        recipe_of(parsed)
     for word in words:
         if word.startswith(("configs/", "rope_extend/")):
             assert Path(word).exists(), word
+
+
+def test_parts_of_scripts_are_in_a_script() -> None:
+    """`py` marks a part of a script, without its indentation; `python` a block that runs by itself."""
+
+    def flat(text: str) -> str:
+        return "".join(f"{line.strip()}\n" for line in text.splitlines())
+
+    scripts = "".join(flat(read(f"scripts/{path.name}")) for path in (ROOT / "scripts").glob("*.py"))
+    parts = [flat(block.text) for block in BLOCKS if block.language == "py"]
+    assert parts
+    assert not [part for part in parts if part not in scripts]
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.page)
@@ -148,5 +161,5 @@ def test_everything_runs_as_written(tmp_path: Path, commands: Commands) -> None:
         if block.language == "python":
             commands.run("-c", block.text, where=tmp_path)
     assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
-    assert (tmp_path / "runs" / "extended" / "config.json").exists()
+    assert (tmp_path / "runs" / "adapter-ppl" / "perplexity.svg").exists()
     assert read_state(checkpoints(tmp_path / "runs" / "mixed")[-1]).step == 2

@@ -8,9 +8,8 @@ from typing import Any
 
 import rope_extend as rx
 from rope_extend.searching.evaluations import Evaluator
-from rope_extend.searching.fitness import Fitness, Loss
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.search_log import Cost, SearchLog
+from rope_extend.searching.search_log import Cost, Loss, SearchLog
 from rope_extend.searching.space import Space, Table
 
 SHAPE = rx.RopeShape(32, 1e4, 256)
@@ -40,7 +39,7 @@ class FakeEvaluator(Evaluator):
     ) -> None:
         super().__init__(
             None,  # type: ignore[arg-type]
-            Fitness([], list(settings.lengths or ())),
+            [],
             settings,
             Space(shape, settings.target_length, head_room),
             log=log or SearchLog(None, {}),
@@ -57,6 +56,8 @@ class FakeEvaluator(Evaluator):
                 distance += math.log(divisor / goal) ** 2
             distance += 10 * (table.attention_factor - self.attention) ** 2 + table.start_tokens / 1000
             wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
-            losses.append({part: Loss(64 * (3 + distance + number / 10 + wave), 64) for part in self.weights})
+            losses.append(
+                {length: Loss(64 * (3 + distance + number / 10 + wave), 64) for length in self.lengths}
+            )
         self.asked.append(table)
         self.log.add(table, names, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))

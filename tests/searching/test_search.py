@@ -7,21 +7,19 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import TRAINED
+from cases import TRAINED, tiny_llama
 from commands import Commands
-from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend.cli.main import main
-from rope_extend.encodings import LongRoPE
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.run_search import plan_search
 from rope_extend.searching.search_log import LOG
 
@@ -29,6 +27,10 @@ TARGET = 2 * TRAINED
 SMALL = {
     "strategy": "longrope", "population": 6, "mutants": 2, "crossovers": 2, "parents": 4, "iterations": 2
 }  # fmt: skip
+
+NOW, FAR = 2 * TRAINED, 4 * TRAINED
+SECOND = {**SMALL, "start": "current", "target_length": FAR}
+"""LongRoPE's second search, on a model that was extended to `NOW` before."""
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 
@@ -97,36 +99,15 @@ def test_the_winner_has_the_lowest_held_out_loss(work: Path, searched: Path) -> 
 
 
 @pytest.mark.parametrize("short", ["same", "original"])
-def test_stock_transformers_gives_equal_logits(
-    short: str, work: Path, searched: Path, tmp_path: Path
-) -> None:
-    """The searched table, saved and loaded by transformers alone, within and beyond the trained window."""
+def test_the_result_is_the_table_that_was_found(short: str, work: Path, searched: Path) -> None:
+    """Within the trained window the same divisors, or none. Stock transformers loads both."""
     result = rx.search(settings(work, None, short=short, **SMALL), progress=False)
     encoding = result.encoding
-    assert isinstance(encoding, LongRoPE)
     assert encoding.long_factor == result.table.divisors
     if short == "same":
         written = json.loads((searched / "search.json").read_text())
         assert encoding.long_factor == tuple(written["rows"][0]["divisors"])
     assert encoding.depends_on_length == (short == "original")
-    model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
-    texts = [
-        torch.randint(1, 90, (1, length), generator=torch.Generator().manual_seed(1))
-        for length in (20, TARGET)
-    ]
-    with rx.patch_model(model, encoding, target_length=TARGET), torch.no_grad():
-        model.save_pretrained(tmp_path / "saved")
-        expected = [model(ids).logits for ids in texts]
-    # Stock transformers takes the table by the whole row: of a long one, all tokens have the long list.
-    static = replace(encoding, short_factor=encoding.long_factor)
-    with rx.patch_model(model, static, target_length=TARGET), torch.no_grad():
-        expected[1] = model(texts[1]).logits
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert rx.current_patch(stock) is None
-    assert stock.config.rope_parameters["rope_type"] == "longrope"
-    for ids, logits in zip(texts, expected, strict=True):
-        with torch.no_grad():
-            assert_same_but_rounding(stock(ids).logits, logits)
 
 
 def test_other_commands_take_the_directory(work: Path, searched: Path) -> None:
@@ -148,17 +129,15 @@ def unlike_time(output: Path) -> list[dict[str, Any]]:
 def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
     work: Path, searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rope_extend.searching.fitness import Fitness
+    output, original, calls = tmp_path / "out", Evaluator._measure, []
 
-    output, original, calls = tmp_path / "out", Fitness.measure, []
-
-    def measure(self: Fitness, *arguments: Any) -> Any:
+    def measure(self: Evaluator, *arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 8:
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    monkeypatch.setattr(Fitness, "measure", measure)
+    monkeypatch.setattr(Evaluator, "_measure", measure)
     config = settings(work, output, **SMALL)
     with pytest.raises(KeyboardInterrupt):
         rx.search(config, progress=False)
@@ -204,20 +183,6 @@ def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path, 
     assert encodings[0] == encodings[1]
 
 
-def test_a_needle_and_several_lengths_count_together(work: Path) -> None:
-    options = {**SMALL, "target_length": 16 * TRAINED, "iterations": 0, "needle_weight": 0.5}
-    result = rx.search(
-        settings(work, None, lengths="32,512", length_weights=[1, 3], **options), progress=False
-    )
-    assert result.config.weights() == {"32": 0.125, "512": 0.375, "needle": 0.5}
-    row = result.winner
-    assert row.score == pytest.approx(sum(w * row.parts[p] for p, w in result.config.weights().items()))
-    assert 1.75 < result.cost.forward_tokens / (512 * (6 + 2 * len(result.rows))) <= 2
-    alone = rx.search(settings(work, None, **{**options, "needle_weight": 1}), progress=False)
-    assert alone.winner.parts.keys() == {"needle"}
-    assert alone.cost.passes == 6 + 2 * len(alone.rows)
-
-
 def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: Path) -> None:
     for name in "abc":
         shutil.copy(work / "data" / "a.txt", tmp_path / f"{name}.txt")
@@ -231,11 +196,9 @@ def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: 
         ({"target_length": TRAINED}, "target_length must exceed the trained window of 32 tokens"),
         ({"documents": 2}, "2 documents and 2 held-out ones of 64 tokens are needed, and the data has 3,"),
         ({"data": None}, "data is not set"),
-        ({"lengths": 32}, "the longest of lengths must be target_length, 64"),
+        ({"lengths": 32}, "lengths must be from 2 to target_length, 64, and the longest"),
         ({"lengths": (32, 64), "short": "original"}, "use lengths above 32"),
-        ({"length_weights": [1, 2]}, "length_weights needs a number for each of lengths; got 2 for 1"),
         ({"start_tokens": True, "strategy": "race"}, "searched by the strategy longrope only; got race"),
-        ({"needle_weight": 1}, "the task needle needs about"),
         ({"holdout": 5, "strategy": "race"}, "nothing is left of the race's budget"),
         ({"model": "no/model/here"}, "no/model/here"),
     ],
@@ -270,3 +233,70 @@ def test_configs_are_complete_and_plans_need_no_data(work: Path) -> None:
         config = rx.SearchConfig.from_yaml(file, {"model": str(work / "model")})
         assert rx.SearchConfig.from_dict(config.to_dict()) == config
         assert plan_search(config).passes > 0
+
+
+@pytest.fixture(scope="module")
+def extended(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with YaRN in its config, for twice the window of pretraining."""
+    directory = tmp_path_factory.mktemp("extended") / "model"
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    with rx.extend(model, NOW, "yarn"):
+        model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(work / "model").save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("strategy", ["longrope", pytest.param("race", marks=pytest.mark.slow)])
+def test_the_second_search_multiplies_the_table_that_the_model_has(
+    strategy: str, extended: Path, work: Path, tmp_path: Path
+) -> None:
+    """What is written is one table: the present one divided by the divisors that were found."""
+    output = tmp_path / "out"
+    config = settings(work, output, **{**SECOND, "model": str(extended), "strategy": strategy})
+    result = rx.search(config, progress=False)
+    yarn = rx.encoding("yarn", factor=NOW / TRAINED)
+    assert isinstance(yarn, rx.RopeEncoding)
+    table, factor = yarn.inv_freq(result.shape).tolist(), yarn.attention_factor(result.shape)
+    assert result.shape.trained_length == TRAINED
+    encoding = result.encoding
+    expected = [f / d for f, d in zip(table, result.table.divisors, strict=True)]
+    assert encoding.inv_freq(result.shape).tolist() == pytest.approx(expected, rel=1e-13)
+    assert encoding.attention_scale == pytest.approx(factor * result.table.attention_factor, rel=1e-13)
+    assert encoding.factor == FAR / TRAINED
+    assert not encoding.depends_on_length
+    assert {"linear", "ntk"} & {row.label for row in result.rows}
+    assert "Divisors of the table that the model had" in (output / "README.md").read_text()
+    # The winner's loss, by rope_extend.perplexity with the directory as a method.
+    model = AutoModelForCausalLM.from_pretrained(extended).eval()
+    documents = rx.load_documents(
+        str(work / "data"), AutoTokenizer.from_pretrained(extended), min_tokens=FAR, max_tokens=FAR
+    )
+    with rx.extend(model, FAR, str(output)) as patch:
+        assert patch.encoding == encoding
+        measured = rx.perplexity(model, documents[1:3], FAR, progress=False)
+    assert float(torch.tensor(measured.ppl[FAR]).log()) == pytest.approx(result.winner.score, abs=1e-5)
+    assert rx.search(config, resume=True, progress=False).encoding == encoding
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_length": NOW}, "target_length must exceed the trained window of 64 tokens, got 64"),
+        ({"short": "original"}, "leave one of the two out"),
+        ({"start_tokens": True}, "leave one of the two out"),
+    ],
+)
+def test_mistakes_of_a_second_search_get_one_clear_error(
+    extended: Path, work: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        rx.search(settings(work, None, **{**SECOND, "model": str(extended), **values}), progress=False)
+
+
+def test_a_table_with_frequencies_of_zero_has_no_divisors(tmp_path: Path) -> None:
+    """Said before the weights are loaded: the checkpoint has none."""
+    model = tiny_llama()
+    rx.extend(model, NOW, "clipped")
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(rx.RopeExtendError, match="some channel pairs of this model do not rotate"):
+        plan_search(settings(tmp_path, None, **{**SECOND, "model": str(tmp_path)}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import (
 )
 
 from rope_extend.training.finetune import Recipe
+from rope_extend.training.metrics import read_metrics
 
 TARGET = 128
 Action = Callable[[], None]
@@ -33,7 +33,7 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(Path(directory) / "metrics.jsonl")
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from rope_extend.training.sharding import Sharding
 ROOT = Path(__file__).parents[2]
 
 RUN = "training/test_artefacts.py::test_a_run_of_other_work_is_not_resumed"
-TEXT = "training/test_training_report.py::test_perplexities_of_different_texts_are_not_compared"
+TEXT = "training/test_metrics.py::test_perplexities_of_different_texts_are_not_compared"
 DIGESTS = "checkpoint/test_damaged_weights.py::test_"
 BASE = "checkpoint/test_other_base_model.py::test_"
 RESULTS = "evaluation/test_comparison.py::test_rows_that_cannot_be_compared_are_refused"
@@ -43,7 +43,8 @@ READERS: dict[str, dict[str, str | None]] = {
         "resume.read_state": RUN,
         "resume.load_checkpoint": RUN,
         "metrics.read_metrics": TEXT,
-        "metrics.Metrics.write": None,  # writes
+        "metrics.Metrics.__init__": TEXT,
+        "metrics.Metrics._append": None,  # writes
         "resume._torch_save": None,  # the same
     },
     "data": {
@@ -85,7 +86,7 @@ STATE: dict[str, str | None] = {
     "recipe": RUN,
     "model": RUN,
     "processes": "training/test_artefacts.py::test_a_run_resumes_only_with_as_many_processes",
-    "parts": "training/test_distributed.py::test_a_run_resumes_only_with_the_same_parts",
+    "parts": "training/test_artefacts.py::test_a_run_resumes_only_with_as_many_processes",
     # These are progress, and belong to the checkpoint.
     "step": None,
     "tokens": None,
@@ -220,4 +221,7 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
 def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ranks=2))
     with pytest.raises(RopeExtendError, match=r"was written by 1 processes, and this run has 2; launch 1"):
+        finetune(recipe, resume=True)
+    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(parts=2))
+    with pytest.raises(RopeExtendError, match=r"in 1 parts, and this run has 2.*same cp_size"):
         finetune(recipe, resume=True)

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
@@ -34,6 +35,7 @@ from rope_extend.loss import NextTokenLoss
 from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
+from rope_extend.training.training_data import load_held_out
 
 
 def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
@@ -41,7 +43,7 @@ def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, 
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
-        "checkpoints", "README.md", "report",
+        "checkpoints", "README.md",
     }  # fmt: skip
     assert Recipe.from_yaml(directory / "recipe.yaml") == replace(
         recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4
@@ -125,12 +127,6 @@ def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits
     assert not torch.allclose(ours, plain, atol=1e-2)
     assert stock.config.tie_word_embeddings == tied
-
-
-def test_gradient_checkpointing_changes_nothing_but_memory(recipe: Recipe, finished: Path) -> None:
-    result = finetune(replace(recipe, gradient_checkpointing=True))
-    assert_same(weights(recipe.output_dir), weights(finished))
-    assert not any(getattr(module, "gradient_checkpointing", False) for module in result.model.modules())
 
 
 def test_accumulation_equals_a_larger_batch(recipe: Recipe, tmp_path: Path) -> None:
@@ -322,3 +318,19 @@ def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
         )
     )
     assert lora_config(neox, recipe).target_modules == {"query_key_value", "dense"}
+
+
+def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_named(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def load_dataset(*_: Any, split: str, **__: Any) -> Any:
+        read.append(split)
+        return datasets.Dataset.from_dict({"text": ["one two three " * 200]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for changes in ({}, {"eval_split": "test"}):
+        run = replace(recipe, eval_data="org/books", **changes)
+        assert len(load_held_out(run, tokenizer_of(recipe), (64,))) == 1
+    assert read == ["validation", "test"]

@@ -13,6 +13,7 @@ import pytest
 from covering import OPTIONS
 
 from rope_extend.training.finetune import Recipe
+from rope_extend.training.metrics import read_metrics
 
 # Everything that changes the disk, and every batch, is an event; a process is killed at one of them. Each is
 # a fork of one that has loaded what a run needs and has not computed anything, which costs no start.
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import datasets, matplotlib.pyplot, peft, torch
 from transformers.models.llama import modeling_llama
-from rope_extend.training import loop, resume
+from rope_extend.training import loop, metrics, resume
 from rope_extend.training.finetune import Recipe, finetune
 
 torch.set_num_threads(1)
@@ -54,6 +55,15 @@ def watch(owner, name, kill_at, file_at=None):
     setattr(owner, name, watched)
 
 
+def watch_lines(kill_at, original=metrics.Metrics._append):
+    def watched(self, text):
+        original(self, text[:9])
+        happens("in the middle of a line", kill_at)
+        original(self, text[9:])
+
+    metrics.Metrics._append = watched
+
+
 def child(recipe, kill_at, log=None):
     pid = os.fork()
     if pid:
@@ -61,6 +71,7 @@ def child(recipe, kill_at, log=None):
     code = 1
     try:
         watch(loop.TrainingRun, "_batch", kill_at)
+        watch_lines(kill_at)
         watch(resume, "save_file", kill_at, 1)
         watch(resume, "_torch_save", kill_at, 1)
         for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "write_text")):
@@ -118,7 +129,7 @@ def outcome(directory: Path) -> dict[str, Any]:
     """All files of a run, without those that contain times."""
     assert not list(directory.glob(".saving-*"))
     checkpoints = directory / "checkpoints"
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(directory / "metrics.jsonl")
     manifests = {
         path.parent.name: json.loads(path.read_text())["files"] for path in checkpoints.glob("*/*.json")
         if path.name == "manifest.json"

@@ -1,38 +1,50 @@
-"""A launch whose processes do not find each other is refused before anything is written."""
+"""Launches: processes that do not find each other are refused, and configs have the effect that they name."""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import ParallelismConfig
 from commands import ON_A_CPU, Commands
 from runs import assert_same, settings, weights
+from several_processes import launch as launch_forked
+from test_distributed import AS_IF_GPUS
+from torch.distributed.run import get_args_parser
 
 from rope_extend import RopeExtendError
-from rope_extend.cli.main import main
+from rope_extend.cli.main import main, parse
+from rope_extend.cli.train import recipe_of
+from rope_extend.models.processes import PATIENCE
+from rope_extend.training import finetune as tuning
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.launch import check_launch, check_variables
+from rope_extend.training.launch import check_launch
 
 TORCHRUN = {
     "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
     "GROUP_WORLD_SIZE": "1",
 }  # fmt: skip
-SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 
 
 @pytest.mark.parametrize(
     ("environment", "processes", "message"),
     [
-        (TORCHRUN, 1, r"torchrun started 4 processes, but this one found 1.*ACCELERATE_USE_CPU"),
+        (TORCHRUN, 1, r"torchrun started 4 processes .*only 1 found.*ACCELERATE_USE_CPU"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, r"Open MPI.* started 2 processes .*only 1 found.*torchrun"),
         ({"PMI_SIZE": "3"}, 1, r"mpiexec .*PMI_SIZE=3"),
         ({"MV2_COMM_WORLD_SIZE": "3"}, 1, "MVAPICH2"),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, 1, r"srun started 8 processes"),
-        (SLURM, 1, r"8 tasks .*without srun or torchrun.*SLURM_NTASKS=1"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 1, r"srun started 8 processes"),
         # one torchrun in each of two tasks, which do not know each other's machine
-        (TORCHRUN | SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, 4, r"srun started 2 processes .*only 1 found"),
+        (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, 4, r"srun started 2 processes .*only 1 found"),
         ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, 1, "accelerate launch was asked"),
     ],
 )
@@ -52,10 +64,8 @@ def test_a_launch_whose_processes_do_not_find_each_other_is_refused(
         ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
         # as set by accelerate once it has connected the processes of mpirun on a CPU
         ({"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, 2),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, 8),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, 1),
-        (SLURM | {"SLURM_NTASKS": "1"}, 1),
-        (TORCHRUN | SLURM, 4),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
         # one torchrun on each of two machines, eight processes in all
         (TORCHRUN | {"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 8),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, 1),
@@ -64,25 +74,6 @@ def test_a_launch_whose_processes_do_not_find_each_other_is_refused(
 )
 def test_launches_whose_processes_find_each_other_pass(environment: dict[str, str], processes: int) -> None:
     check_launch(processes, environment)
-
-
-@pytest.mark.parametrize(
-    ("environment", "missing"),
-    [
-        ({"LOCAL_RANK": "1"}, "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT not set"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK not set"),
-        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, r"others: RANK not set"),
-        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR not set"),
-    ],
-)
-def test_half_of_the_variables_are_refused(environment: dict[str, str], missing: str) -> None:
-    with pytest.raises(RopeExtendError, match=missing):
-        check_variables(environment)
-
-
-@pytest.mark.parametrize("environment", [{}, {"RANK": "3"}, {"WORLD_SIZE": "1"}, TORCHRUN])
-def test_none_or_all_of_the_variables_pass(environment: dict[str, str]) -> None:
-    check_variables(environment)
 
 
 LAUNCHES = {
@@ -97,7 +88,6 @@ LAUNCHES = {
         "accelerate launch was asked for several processes",
     ),
     "mpirun": ("", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "started 2 processes"),
-    "half of torchrun": ("", {"LOCAL_RANK": "1"}, "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT not set"),
 }
 
 
@@ -141,3 +131,108 @@ def test_gradient_accumulation_of_the_recipe_overrides_that_of_the_launcher(
     other = replace(recipe, output_dir=str(tmp_path / "two"))
     finetune(other)
     assert_same(weights(recipe.output_dir), weights(other.output_dir))
+
+
+def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would give up after ten minutes."""
+    options: dict[str, Any] = {}
+
+    def accelerator(**given: Any) -> Any:
+        options.update(given)
+        return SimpleNamespace(num_processes=1)
+
+    monkeypatch.setattr(tuning, "Accelerator", accelerator)
+    tuning._accelerator(Recipe("model", "data", str(tmp_path), 64), tmp_path)
+    assert [handler.timeout for handler in options["kwargs_handlers"]] == [PATIENCE]
+
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+
+TELL = """
+from accelerate import Accelerator
+from rope_extend.training.sharding import Sharding
+accelerator = Accelerator(mixed_precision="no")
+print(f"<{accelerator.distributed_type.name} {Sharding.of(accelerator)}>")
+"""
+
+VARIABLES = ("ACCELERATE_", "DS_", "FSDP_", "PARALLELISM_CONFIG_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""How the names of the variables begin by which accelerate's launcher tells a process what is configured."""
+
+COMES_TO = {
+    "ddp": "MULTI_GPU Sharding(weights=False, parts=1, loaded_once=False, ranks=2",
+    "fsdp2": "FSDP Sharding(weights=True, parts=1, loaded_once=False, ranks=2",
+    "context_parallel": "FSDP Sharding(weights=True, parts=2, loaded_once=False, ranks=2",
+}
+
+
+def test_there_is_a_config_for_each_way() -> None:
+    assert [path.stem for path in CONFIGS] == sorted(COMES_TO)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_and_every_line_is_explained(path: Path) -> None:
+    config = load_config_from_file(str(path))  # refuses unknown keys
+    sizes = {
+        key.removeprefix("parallelism_config_"): value for key, value in config.parallelism_config.items()
+    }
+    handlers = {key for key in sizes if key.startswith(("cp_comm", "sp_seq", "sp_attn"))}
+    parallelism = ParallelismConfig(**{key: sizes[key] for key in sizes.keys() - handlers})
+    assert config.num_processes % parallelism.total_size == 0
+    text = path.read_text()
+    assert f"--config_file configs/accelerate/{path.name} -m rope_extend finetune" in text
+    lines = text.splitlines()
+    assert all("#" in line for line in lines if line.strip() and not line.endswith("_config:"))
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_the_page_on_training_gives_complete_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "training.md").read_text().split("## Several GPUs")[1]
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    assert len(commands) >= len(CONFIGS) + 2
+    for path in CONFIGS:
+        assert any(str(path.relative_to(ROOT)) in words for words in commands), path.name
+    for words in commands:
+        assert all(Path(word).exists() for word in words if word.endswith((".yaml", ".py"))), words
+        recipe_of(parse(words[words.index("finetune") :]))
+        if "accelerate" in words:
+            launched = launch_command_parser().parse_args(words[words.index("launch") + 1 :])
+        else:
+            launched = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+        assert launched.module
+        assert launched.training_script == "rope_extend"
+        assert launched.training_script_args[0] == "finetune"
+
+
+SHOW_VARIABLES = f"""
+import json, os
+given = {{name: value for name, value in os.environ.items() if name.startswith({VARIABLES})}}
+print("variables", json.dumps(given))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path, commands: Commands) -> None:
+    """`accelerate launch` with the file, except its sizes, for two processes over gloo.
+
+    It starts a script that shows the variables it got; two forked processes with the same ones do the rest.
+    """
+    config = yaml.safe_load(path.read_text())
+    config["num_processes"] = 2
+    if "parallelism_config" in config:
+        config["parallelism_config"]["parallelism_config_cp_size"] = 2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "show.py").write_text(SHOW_VARIABLES)
+    words = ["--config_file", str(tmp_path / "config.yaml"), "--main_process_port", "0", "show.py"]
+    common = ON_A_CPU
+    said = commands.run("-m", "accelerate.commands.launch", *words, where=tmp_path, environment=common)
+    given = [json.loads(line) for line in re.findall(r"^variables (.*)$", said, re.MULTILINE)]
+    assert sorted((one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in given) == [
+        ("0", "0", "2"), ("1", "1", "2"),
+    ]  # fmt: skip
+    said = launch_forked(AS_IF_GPUS + TELL, where=tmp_path, environment={**common, **given[0]})
+    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d)\)>", said)
+    assert sorted(told) == [(COMES_TO[path.stem], "0"), (COMES_TO[path.stem], "1")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from rope_extend import RopeExtendError
 from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
 from rope_extend.loss import NextTokenLoss
 from rope_extend.models.families import adapter_for
-from rope_extend.training.model_checks import check_recipe
+from rope_extend.training.model_checks import check_recipe, check_sampled
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 
@@ -109,3 +111,11 @@ def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(number: int, 
     expected = nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
     assert abs(loss.item() - expected.item()) < logit_tolerance(logits)
     assert_same_but_rounding(actual, gradients(model, expected))
+
+
+def test_sampled_positions_are_accepted_in_windows_as_wide_as_the_target() -> None:
+    case = next(case for case in FAMILIES if case.model_type == "mistral")
+    for window in (127, 128):
+        model = tiny_model(replace(case, config={**case.config, "sliding_window": window}))
+        with pytest.raises(RopeExtendError, match="attend to 127") if window < 128 else nullcontext():
+            check_sampled("pose", 128, model)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 from cases import FAMILIES, FamilyCase, tiny_llama, tiny_model
 from peft import PeftModel
-from runs import settings, tokenizer_of
-from several_processes import launch
 from torch import nn
 
 from rope_extend import RopeExtendError
@@ -130,36 +126,3 @@ def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
     trained = {name for name, value in adapter.named_parameters() if value.requires_grad}
     assert trained
     assert all("self_attn.q_proj" in name for name in trained)
-
-
-def _gemma3(work: Path, tmp_path: Path) -> Recipe:
-    """A run that trains the norms of a model with an encoder of images."""
-    case = family("gemma3")
-    text = {**case.config["text_config"], "vocab_size": 300}
-    model = tiny_model(replace(case, config={**case.config, "text_config": text}))
-    model.save_pretrained(tmp_path / "base")
-    run = Recipe(**{
-        **settings(work), "output_dir": str(tmp_path / "run"), "steps": 3, "save_every": 0,
-        "gradient_accumulation": 1, "train_norm_embed": True, "lora_dropout": 0.0,
-    })  # fmt: skip
-    tokenizer_of(run).save_pretrained(tmp_path / "base")
-    return replace(run, model=str(tmp_path / "base"))
-
-
-_RUN = """
-import sys
-from rope_extend.training.finetune import Recipe, finetune
-print(finetune(Recipe.from_yaml(sys.argv[1])).steps)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_train_a_model_with_parts_that_text_does_not_reach(
-    work: Path, tmp_path: Path, private_cache: None
-) -> None:
-    run = _gemma3(work, tmp_path)
-    (tmp_path / "run.yaml").write_text(run.to_yaml())
-    printed = launch(
-        _RUN, str(tmp_path / "run.yaml"), where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"}
-    )
-    assert re.findall(r"\d+", printed) == ["3", "3"]

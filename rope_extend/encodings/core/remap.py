@@ -186,21 +186,12 @@ class RemapEncoding(RopeEncoding):
         """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
         return self.borders.is_plain(lowest, highest)
 
-    def largest_distance(self, shape: RopeShape, length: int) -> float:
-        """The largest distance that is given to a pair of the last token in a text of `length` tokens."""
-        keys = torch.arange(length, device="cpu")
-        return float(self.distance(shape, keys[-1:], keys).nan_to_num(0).max())
-
     def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
 
         Float64, of the shape of `position_ids` `[...]`.
         """
         return None
-
-    def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
-        """The angle that each channel pair reaches in a text of a length, `[dim/2]` float64, radians."""
-        return (self.largest_distance(shape, length) + 1) * shape.inv_freq()
 
     def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
         """The distance that pairs are given, float64; NaN for pairs that do not attend.

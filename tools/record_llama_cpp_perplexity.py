@@ -1,7 +1,7 @@
 """Print the perplexity of an exported model in llama.cpp, next to that of the patched model.
 
     pip install --no-deps --target build/xllamacpp xllamacpp
-    PYTHONPATH=build/xllamacpp:tests python tests/checkpoint/record_llama_cpp_perplexity.py \\
+    PYTHONPATH=build/xllamacpp:tests python tools/record_llama_cpp_perplexity.py \\
         MODEL BOOKS build/export --method yarn --target-length 16k --gguf MODEL.gguf
 
 docs/llama_cpp.md has what it printed. xllamacpp is a build of llama.cpp with its server. Without `--gguf`,

@@ -1,0 +1,102 @@
+"""The fitness of a candidate: losses against naive float64, each measured once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TRAINED, llama, tiny_llama
+from tolerances import logit_tolerance
+
+import rope_extend as rx
+from rope_extend.searching.evaluations import Evaluator, score
+from rope_extend.searching.search_log import Loss, SearchLog
+from rope_extend.searching.space import Space, Table
+
+TARGET = 2 * TRAINED
+
+
+def documents(count: int, length: int = TARGET) -> list[rx.Document]:
+    generator = torch.Generator().manual_seed(0)
+    return [rx.Document(f"d{n}", torch.randint(1, 90, (length,), generator=generator)) for n in range(count)]
+
+
+def settings(**values: Any) -> rx.SearchConfig:
+    return rx.SearchConfig(
+        **{"model": "m/m", "target_length": TARGET, "documents": 2, "holdout": 1, **values}
+    )
+
+
+def naive_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """`-log p` of each token after the first, float64, from the logits of one forward."""
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1].double()
+    return -torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+
+
+def test_the_score_is_the_mean_loss_under_the_candidate() -> None:
+    """Two lengths from one forward; held-out documents have their own."""
+    model, texts = tiny_llama().eval(), documents(3)
+    space = Space(rx.info(model).shape, TARGET, 1.25)
+    evaluator = Evaluator(model, texts, settings(lengths=(40, TARGET)), space, log=SearchLog(None, {}))
+    table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
+    measured = evaluator.scores([table])[0]
+    held_out = score(evaluator.held_out(table), [40, TARGET])
+    with rx.patch_model(model, space.encoding(table), target_length=TARGET):
+        for numbers, value in (([0, 1], measured), ([2], held_out)):
+            rows = [naive_losses(model, texts[number].input_ids) for number in numbers]
+            means = [float(part.mean()) for part in (torch.cat([row[:39] for row in rows]), torch.cat(rows))]
+            expected = sum(means) / 2
+            assert value == pytest.approx(expected, abs=logit_tolerance(torch.cat(rows)))
+    assert (evaluator.log.cost.passes, evaluator.log.cost.forward_tokens) == (3, 3 * TARGET)
+    assert rx.current_patch(model) is None
+
+
+def test_held_out_documents_are_measured_under_both_lists() -> None:
+    """Queries within the trained window keep plain RoPE: as in the encoding that is written."""
+    model, texts = llama(vocab_size=300), documents(2)
+    space = Space(rx.info(model).shape, TARGET, 1.25, original_short=True)
+    evaluator = Evaluator(model, texts, settings(documents=1), space, log=SearchLog(None, {}))
+    table = space.table([2.0] * space.pairs)
+    losses = evaluator.held_out(table)
+    two_lists = rx.encoding("longrope", factor=2.0, long_factor=table.divisors, attention_scale=1.0)
+    with rx.patch_model(model, two_lists, target_length=TARGET):
+        expected = naive_losses(model, texts[1].input_ids)
+    assert score(losses, [TARGET]) == pytest.approx(float(expected.mean()), abs=logit_tolerance(expected))
+    with rx.patch_model(model, space.encoding(table), target_length=TARGET):
+        one_list = naive_losses(model, texts[1].input_ids)
+    assert abs(float(expected.mean() - one_list.mean())) > 10 * logit_tolerance(expected)
+
+
+def test_a_candidate_is_measured_once_on_each_document() -> None:
+    model, texts = tiny_llama().eval(), documents(2)
+    space = Space(rx.info(model).shape, TARGET, 1.25)
+    evaluator = Evaluator(model, texts, settings(), space, log=SearchLog(None, {}))
+    table = space.table([1.0] * space.pairs)
+    forwards: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    first = evaluator.scores([table], 1)
+    assert len(forwards) == 1
+    both = evaluator.scores([table, table])
+    assert len(forwards) == 2
+    assert evaluator.scores([table]) == both[:1]
+    assert evaluator.scores([table], 1) == first
+    assert (len(forwards), evaluator.passes) == (2, 2)
+    handle.remove()
+
+
+def test_a_loss_that_is_no_number_is_the_worst() -> None:
+    assert score([{8: Loss(float("nan"), 4)}], [8]) == float("inf")
+    assert score([{8: Loss(float("inf"), 4)}], [8]) == float("inf")
+    assert score([{8: Loss(2.0, 4)}, {8: Loss(6.0, 4)}], [8]) == 1.0
+
+
+def test_the_loss_of_a_model_that_gives_nan_stays_in_the_log(tmp_path: Path) -> None:
+    log = SearchLog(tmp_path / "log.jsonl", {})
+    table = Table((1.0,))
+    log.add(table, ["search 0"], [{8: Loss(float("nan"), 4)}], log.cost)
+    log.close()
+    again = SearchLog(tmp_path / "log.jsonl", {})
+    assert again.losses == log.losses == {(table, "search 0"): {8: Loss(float("inf"), 4)}}
