@@ -128,7 +128,7 @@ def _ranges(encoding: Shaw) -> Rows:
     distances = torch.tensor(DISTANCES)
     return [["distance, tokens", "row of the table"]] + [
         [f"{distance:,}", str(row)]
-        for distance, row in zip(DISTANCES, encoding.ranges(distances).tolist(), strict=True)
+        for distance, row in zip(DISTANCES, distances.clamp(max=encoding.reach).tolist(), strict=True)
     ]
 
 

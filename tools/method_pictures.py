@@ -224,8 +224,8 @@ def _draw_ranges(encoding: Encoding, path: Path) -> Path:
     assert isinstance(encoding, Shaw)
     figure, (axes,) = new_panels(f"{encoding}: the vector of each distance", height=3.2)
     distance = torch.arange(33)
-    axes.step(distance.numpy(), encoding.ranges(distance).numpy(), color=method_colour(encoding.name),
-              linewidth=2, where="mid")  # fmt: skip
+    row = distance.clamp(max=encoding.reach)
+    axes.step(distance.numpy(), row.numpy(), color=method_colour(encoding.name), linewidth=2, where="mid")
     axes.set_xlabel("distance from query to key, tokens", color=INK)
     axes.set_ylabel("row of the learned table", color=INK)
     return save(figure, path)

@@ -137,7 +137,9 @@ def test_the_formula_of_a_bias_is_that_of_the_code(name: str) -> None:
     found, encoding = functions(name), method_pictures.example(name)
     distances = torch.tensor([0, 1, 15, 16, 17, 100, 127, 128, 129, 2000, TARGET - 1])
     if isinstance(encoding, Shaw):
-        assert encoding.ranges(distances).tolist() == [found["vector_index"](r) for r in distances.tolist()]
+        rows = {"key_vectors": torch.arange(encoding.reach + 1.0)[:, None]}
+        index = encoding.bias_of(torch.ones(1, 1, 1, 1), distances[None, None], rows).flatten()
+        assert index.tolist() == [found["vector_index"](r) for r in distances.tolist()]
         return
     assert isinstance(encoding, BiasEncoding)
     for query in (TARGET - 1, 3000, 1000):
