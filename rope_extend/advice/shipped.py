@@ -42,7 +42,7 @@ def shipped_names() -> list[str]:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All recipes, by name."""
+    """All recipes, by family, and the smallest model first."""
     recipes = []
     for name in shipped_names():
         text = shipped_path(name).read_text(encoding="utf-8")
@@ -50,7 +50,13 @@ def shipped_recipes() -> list[ShippedRecipe]:
         title = text.splitlines()[0].removeprefix("# ")
         window = " to ".join(re.findall(r" from (\S+) to (\w+)", title)[0])
         recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], window, memory))
-    return recipes
+    return sorted(recipes, key=lambda recipe: _family_and_size(recipe.name))
+
+
+def _family_and_size(name: str) -> tuple[str, float]:
+    """`("gemma", 2.0)` for gemma2_2b_16k_yarn."""
+    family, size = re.findall(r"^([a-z]+).*_([\d.]+)b_", name)[0]
+    return family, float(size)
 
 
 def shipped_path(name: str) -> Path:

@@ -233,8 +233,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
             f"no {RECORD_NAME} in {directory}: "
             + (
                 how_to_restore(path.parent)
-                or "this is not a checkpoint of rope_extend. Load other checkpoints with stock "
-                "from_pretrained, and extend them with rope_extend.extend"
+                or "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
+                "Python, with rope_extend.extend and rope_extend.save"
             )
         )
     data = read_json(locate(path.parent, RECORD_NAME))

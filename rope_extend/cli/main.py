@@ -190,6 +190,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         rest = ["--help"]
     elif not {"-h", "--help"}.isdisjoint(rest):
         _shorten_help(parser)
+    _check_flags(parser, rest)
     return parser.parse_in_any_order(rest)
 
 
@@ -214,6 +215,15 @@ def _shorten_help(parser: Parser) -> None:
     if special:
         del parser._action_groups[USUAL_GROUPS:]
         parser.epilog = f"--help-all explains more flags: {', '.join(special)}\n\n{parser.epilog}"
+
+
+def _check_flags(parser: Parser, words: Sequence[str]) -> None:
+    """Name the nearest flag for one that does not exist, before argparse misses what it should have set."""
+    flags = set(flag_table(parser).values())
+    for flag in (word.partition("=")[0] for word in words if word[:2] == "--" != word):
+        near = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+        if near and not any(known.startswith(flag) for known in flags):
+            parser.error(f"no option is named {flag!r}. Did you mean {near[0]!r}?")
 
 
 def _log_to_stderr() -> None:

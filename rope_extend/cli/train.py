@@ -10,7 +10,7 @@ from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, size
-from rope_extend.config import add_flags, from_arguments
+from rope_extend.config import add_flags, from_arguments, is_settings_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
@@ -45,6 +45,15 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return from_arguments(Recipe, arguments, defaults)
 
 
+def _check_model(arguments: argparse.Namespace) -> None:
+    """Ask for the model first: the recipe's method is looked up with torch, whose import takes seconds."""
+    first, model = arguments.config, arguments.model
+    if model is None and first is not None:
+        model = Recipe.read_yaml(first).get("model") if is_settings_file(first) else first
+    if isinstance(model, str):
+        check_checkpoint(model)
+
+
 def finetune(arguments: argparse.Namespace) -> None:
     """Extend a model and train a LoRA adapter, from a YAML recipe, flags, or both.
 
@@ -53,8 +62,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
+    _check_model(arguments)
     recipe = recipe_of(arguments)
-    check_checkpoint(recipe.model)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +10,18 @@ from shlex import quote
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
@@ -31,8 +40,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     Raises:
         RopeExtendError: there is no such checkpoint, it cannot be loaded, or it holds an adapter only.
     """
-    if auto in (AutoConfig, AutoModelForCausalLM):
-        _refuse_adapter(str(name))
+    _check_directory(auto, str(name))
     if auto is not GenerationConfig:
         kwargs["trust_remote_code"] = False  # if unset, transformers asks on the terminal
     what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
@@ -48,18 +56,37 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         return auto.from_pretrained(name, **kwargs)
 
 
-def _refuse_adapter(name: str) -> None:
-    """With peft, transformers would load the base model and the adapter, without the encoding.
+def _check_directory(auto: Any, name: str) -> None:
+    """Refuse a directory without what is to be loaded; transformers would speak of other things.
 
     Raises:
-        RopeExtendError: the directory holds an adapter and no model.
+        RopeExtendError: the directory holds an adapter and no model, no config, no tokenizer, or a model of a
+            family that transformers does not know.
     """
-    path = Path(name)
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise RopeExtendError(
-            f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge {quote(name)} "
-            "--output merged. Then give the merged directory; or give its base model"
-        )
+    path = Path(expand_home(name))
+    if not path.is_dir():
+        return
+    names = {file.name for file in path.iterdir() if file.is_file()}  # reading a pipe would wait for ever
+    if auto is AutoTokenizer:
+        if not any("token" in file or file.startswith(("vocab", "spiece")) for file in names):
+            raise RopeExtendError(f"{name!r} has no tokenizer: copy tokenizer.json of its base model there")
+    elif "config.json" not in names:
+        if auto is GenerationConfig:
+            return
+        if "adapter_config.json" in names:  # with peft, transformers would load it without the encoding
+            raise RopeExtendError(
+                f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge "
+                f"{quote(name)} --output merged. Then give the merged directory; or give its base model"
+            )
+        raise RopeExtendError(f"{name!r} has no config.json, so it is no checkpoint of transformers")
+    else:
+        with one_error(f"cannot read {path / 'config.json'}"):
+            family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if isinstance(family, str) and family not in CONFIG_MAPPING:
+            raise RopeExtendError(
+                f"transformers {transformers.__version__} has no family {family!r}, the model_type in "
+                f"{path / 'config.json'}; `rope-extend families` lists those that can be extended"
+            )
 
 
 def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:

@@ -92,7 +92,7 @@ class MemoryOptions:
         return parts + (["checkpoints offloaded to host memory"] if self.offload_checkpoints else [])
 
     def __str__(self) -> str:
-        return ", ".join(self.parts) or "none"
+        return ", ".join(self.parts) or "none needed"
 
 
 def apply_memory_options(

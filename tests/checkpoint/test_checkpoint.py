@@ -79,7 +79,7 @@ def test_a_model_without_a_patch_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(RopeExtendError, match="carries no patch"):
         save(llama(), tmp_path / "full")
     assert not (tmp_path / "full").exists()
-    with pytest.raises(RopeExtendError, match="not a checkpoint of rope_extend"):
+    with pytest.raises(RopeExtendError, match="rope_extend did not save it"):
         load(base)
 
 

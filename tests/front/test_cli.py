@@ -61,14 +61,15 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("info {out}", "cannot load the config"),
+        ("info {out}", "has no config.json"),
+        ("evaluate {model} --lenghts 16 --output {out}/x", "Did you mean '--lengths'"),
         ("finetune --model {model} --data {data} --output-dir {out}/x", "target_length"),
         ("finetune --model {model} --data {out} --output-dir {out}/x --target-length 64", "nothing to read"),
         ("finetune --model {model} --data {data} --output-dir {out}/x --target-length 64k", "tokens"),
         ("evaluate {model} --data {data} --lengths 16 --methods yarn --output {out}/x", "nothing to extend"),
         ("evaluate {model} {out} --data {data} --lengths 16 --output {out}/x", "no rope_extend.json"),
         ("evaluate {model} --data {data} --lengths 4k --output {out}/x", "no document of at least"),
-        ("evaluate {out} --data {data} --output {out}/x", "cannot load the config"),
+        ("evaluate {out} --data {data} --output {out}/x", "has no config.json"),
         ("plot perplexity {out} --output {out}/a.png", "no results"),
         ("plot training {out} --output {out}/a.png", "metrics.jsonl"),
         ("plot frequencies {model} --output {out}/a.xyz", "must end in"),

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate import cpu_offload
 from covering import few
 from test_perplexity import measure, texts, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import rope_extend as rx
@@ -24,6 +25,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.models.load_options import LoadOptions, input_device, is_quantized
+from rope_extend.models.loading import pretrained
 from rope_extend.units import memory_size
 
 DISK = {
@@ -235,6 +237,28 @@ def test_an_adapter_in_place_of_a_model_is_refused(
     said = capsys.readouterr().err
     assert f"holds an adapter, not a whole model. Merge it first: rope-extend merge {adapter}" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("auto", "removed", "said"),
+    [
+        (AutoConfig, "config.json", "has no config.json"),
+        (AutoModelForCausalLM, "config.json", "has no config.json"),
+        (AutoTokenizer, "tokenizer*", "has no tokenizer: copy tokenizer.json"),
+        (AutoConfig, None, "no family 'foobar', the model_type in "),
+    ],
+)
+def test_a_directory_without_what_is_loaded(
+    auto: Any, removed: str | None, said: str, work: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(work / "model", tmp_path / "model")
+    if removed:
+        for file in (tmp_path / "model").glob(removed):
+            file.unlink()
+    else:
+        (tmp_path / "model" / "config.json").write_text('{"model_type": "foobar"}')
+    with pytest.raises(RopeExtendError, match=said):
+        pretrained(auto, str(tmp_path / "model"))
 
 
 @pytest.mark.slow
