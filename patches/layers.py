@@ -15,19 +15,10 @@ channels, and with the base to the power of their share. The other pairs have fr
 from typing import Any
 
 from rope_extend.models.families import FamilyAdapter, types
+from rope_extend.patches.layouts import has_rotary, slides
 
 _FULL = ("full_attention",)
 _NOT_ADJACENT = "its rotated channels are not next to each other in the head"
-
-
-def chosen(attention: Any) -> bool:
-    """SmolLM 3 rotates in the layers that `no_rope_layers` marks with 1."""
-    return bool(attention.use_rope)
-
-
-def slides(attention: Any) -> bool:
-    """AFMoE and Flint rotate in layers with a sliding window."""
-    return attention.sliding_window is not None
 
 
 def slides_if_any(attention: Any) -> bool:
@@ -41,7 +32,7 @@ def has_base(attention: Any) -> bool:
 
 
 ADAPTERS = (
-    FamilyAdapter(("smollm3",), "all channels of a head, in some of the layers", rotates=chosen),
+    FamilyAdapter(("smollm3",), "all channels of a head, in some of the layers", rotates=has_rotary),
     FamilyAdapter(types("afmoe flint"), "all channels of a head, in some of the layers", rotates=slides),
     FamilyAdapter(
         types("exaone4 exaone_moe kolibri1"),

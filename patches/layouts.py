@@ -20,17 +20,12 @@ from rope_extend.models.families import FamilyAdapter, types
 
 
 def slides(attention: nn.Module) -> bool:
-    """Cohere 2 rotates in layers with a sliding window."""
-    return attention.sliding_window is not None
-
-
-def slides_or_dense(attention: nn.Module) -> bool:
-    """Cohere 2 MoE also rotates in the dense layers at the beginning."""
-    return attention.sliding_window is not None or bool(attention.force_rope)
+    """Cohere 2, AFMoE and Flint rotate in layers with a sliding window; Cohere 2 MoE in dense ones too."""
+    return attention.sliding_window is not None or bool(getattr(attention, "force_rope", False))
 
 
 def has_rotary(attention: Any) -> bool:
-    """Whether an attention module of Llama 4 rotates."""
+    """Llama 4 and SmolLM 3 say it for each layer."""
     return bool(attention.use_rope)
 
 
@@ -48,18 +43,11 @@ ADAPTERS = (
     ),
     FamilyAdapter(("cohere",), "neighbouring channels as pairs", layout="neighbours", pairs="neighbours"),
     FamilyAdapter(
-        ("cohere2",),
+        types("cohere2 cohere2_moe"),
         "neighbouring channels as pairs, in some of the layers",
         layout="neighbours",
         pairs="neighbours",
         rotates=slides,
-    ),
-    FamilyAdapter(
-        ("cohere2_moe",),
-        "neighbouring channels as pairs, in some of the layers",
-        layout="neighbours",
-        pairs="neighbours",
-        rotates=slides_or_dense,
     ),
     FamilyAdapter(
         ("deepseek_v2",),

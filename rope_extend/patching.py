@@ -26,7 +26,7 @@ from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
 from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import PatchError, RopeExtendError
-from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
+from rope_extend.method_names import CURRENT, PRETRAINED, check_start
 from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
@@ -34,12 +34,10 @@ from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
-    missing_attributes,
     nested,
     softmax_scale_of,
     stock_forms,
     stock_parameters,
-    window_values,
     with_carried,
 )
 from rope_extend.models.undo import Removable, UndoLog
@@ -63,11 +61,6 @@ def current_patch(model: nn.Module) -> Patch | None:
     """The patch that is active on `model`, or None."""
     stack = getattr(unwrap(model), _STACK, None)
     return stack[-1] if stack else None
-
-
-def _no_rotation(shape: RopeShape) -> RopeEncoding:
-    """A rotary schedule of zero frequencies, for encodings that are not rotary."""
-    return rotary_method("nope").for_target(shape, shape.trained_length)
 
 
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
@@ -99,7 +92,8 @@ class Patch(Removable):
     def __init__(self, model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> None:
         self.model = model
         self.encoding = encoding
-        self.rotary = encoding if isinstance(encoding, RopeEncoding) else _no_rotation(shape)
+        none = rotary_method("nope").for_target(shape, shape.trained_length)
+        self.rotary = encoding if isinstance(encoding, RopeEncoding) else none
         self.shape = shape
         self.target_length = target_length
         self.changed = False
@@ -182,7 +176,9 @@ class Patch(Removable):
         config = base.config
         part, old = rotary_part(config)
         old_parameters, old_length = dict(old), part.max_position_embeddings
-        self._set_all(part, missing_attributes(part))
+        if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
+            # Stock transformers needs it for `yarn` and `dynamic`.
+            self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
         softmax_scale = softmax_scale_of(base)
         stock = None
@@ -198,11 +194,12 @@ class Patch(Removable):
             new_bases = [base and parameters["rope_theta"] for base in bases]
             self._undo.set(part, adapter.layer_bases, new_bases)
         self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
-        original = self.shape.trained_length if hasattr(part, ORIGINAL_WINDOW) else None
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._set_all(part, window_values(length, original))
+        self._undo.set(part, "max_position_embeddings", length)
+        if hasattr(part, ORIGINAL_WINDOW):  # transformers prefers it to that in `rope_parameters`
+            self._undo.set(part, ORIGINAL_WINDOW, self.shape.trained_length)
         for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
             self._undo.delete(owner, DUAL_CHUNK_KEY)
         record = {
@@ -221,10 +218,6 @@ class Patch(Removable):
         if base.device.type != "meta":  # on a model without weights, a patch is a dry run
             rope_type = old_parameters.get("rope_type", "default")
             self._log_changes(config.model_type, rope_type, old_length, in_stock=stock is not None)
-
-    def _set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._undo.set(owner, name, value)
 
     def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
         """Log what was replaced, and warn about limits. Python shows only warnings by default."""
@@ -416,8 +409,6 @@ def extend(
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
     named = method_named(f"short_original({method})" if short else method)
-    if start not in STARTS and any("start" in cls.parameters() for cls in named.classes):
-        parameters, start = {**parameters, "start": start}, PRETRAINED  # a parameter of `learned`
     check_start("extend", start, current_length)
     if short and start == CURRENT:
         raise RopeExtendError(
@@ -430,15 +421,7 @@ def extend(
     encoding: Encoding
     if start == CURRENT:
         current = current_table(model, trained_length, current_length)
-        shape, product = current.pretrained, extended_again(current, named, target_length, parameters)
-        encoding, factor = product, product.attention_factor(shape, target_length)
-        on_meta = unwrap(model).device.type == "meta"
-        if current.short is not None and factor != current.attention_factor and not on_meta:
-            logger.warning(
-                "texts of up to %d tokens keep their short list, but their factor on cos and sin changes "
-                "from %.4f to %.4f: longrope has one factor for both lists",
-                shape.trained_length, current.attention_factor, factor,
-            )  # fmt: skip
+        shape, encoding = current.pretrained, extended_again(current, named, target_length, parameters)
     else:
         shape = shape_of(model, trained_length)
         if target_length <= shape.trained_length:

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rope_extend.advice.advice import READS_ALREADY
-from rope_extend.advice.answer import advise
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import measure
-from rope_extend.evaluation.evaluation_config import AS_IS, StudyConfig
-from rope_extend.evaluation.report_files import markdown_report
+from rope_extend.evaluation.evaluation_config import StudyConfig
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found
 from rope_extend.evaluation.verdicts import verdicts
-from rope_extend.report.page import markdown
 from rope_extend.report.tables import Section, public_name
 from rope_extend.units import format_length
 
-logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Study:
-    """What a study found.
-
-    Attributes:
-        found: the rows, and what was not measured.
-        verdict: what to do.
-    """
-
-    found: Found
-    verdict: Section
-
-    @property
-    def rows(self) -> list[EvaluationRow]:
-        """What was measured of each row."""
-        return self.found.rows
-
-    def markdown(self) -> str:
-        """The verdict, what is missing, and the tables."""
-        tables = markdown_report(self.rows) if self.rows else ""
-        return f"{markdown([self.verdict, *self.found.lead])}\n{tables}"
-
-
-def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: bool = False) -> Study:
+def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: bool = False) -> Found:
     """Measure a model under several methods, and with adapters, and say what to do.
 
     Every row is measured on the same documents and prompts: perplexity at every length, passkeys at the
@@ -62,10 +31,11 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
         resume: use the finished cells in the output directory.
         overwrite: delete the study in the output directory, once the model is loaded.
 
+    Returns:
+        The `rows`, what is `missing`, and the verdict as the first section of `lead`.
+
     Raises:
-        RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
-            not fit into memory, a budget in which nothing can be measured, or an output directory that holds
-            a report, or with `resume` one that holds another study or a report of something else.
+        RopeExtendError: as `evaluate`.
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
@@ -74,8 +44,7 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
         missing = dict.fromkeys(cell.row.label for cell in found.missing)
         return decision(found.rows, config, [*missing])
 
-    found = measure(config, resume=resume, overwrite=overwrite, lead=verdict)
-    return Study(found, verdict(found))
+    return measure(config, resume=resume, overwrite=overwrite, lead=verdict)
 
 
 def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Section:
@@ -111,24 +80,9 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     elif undecided:
         first = f"Not decided yet: no row meets all three criteria at {target}, and not all were measured."
     else:
-        first, more = f"No row meets all three criteria at {target}.", _training(config)
+        command = f"rope-extend advise {shlex.quote(public_name(config.model))} --target-length {target}"
+        if config.trained_length is not None:
+            command += f" --trained-length {format_length(config.trained_length)}"
+        first = f"No row meets all three criteria at {target}."
+        more = [f"{command} --gpu GPU --output recipe.yaml says what training takes, and writes a recipe."]
     return [first, *(f"The nearest is {verdict}" for verdict in (undecided or whole)[:1]), *more]
-
-
-def _training(config: StudyConfig) -> list[str]:
-    """What to do next, by the config of the model: train, or measure it as it is."""
-    assert config.target_length is not None
-    target = format_length(config.target_length)
-    try:
-        advice = advise(config.model, config.target_length, trained_length=config.trained_length)
-    except RopeExtendError as error:
-        logger.warning("no advice on training: %s", error)
-        return []
-    if advice.verdict == READS_ALREADY:
-        return [f"By its config, the model reads {target} tokens as it is. The method {AS_IS} measures that."]
-    if not advice.recipe:
-        return [advice.reason]
-    command = f"rope-extend advise {shlex.quote(public_name(config.model))} --target-length {target}"
-    if config.trained_length is not None:
-        command += f" --trained-length {format_length(config.trained_length)}"
-    return [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe, and says what it takes."]

@@ -161,7 +161,7 @@ ALTERNATIVES = [
     AlternativeCase(
         "t5_bias",
         t5(8, 20),
-        parameters={"buckets": 8, "max_distance": 20, "start": "zeros"},
+        parameters={"buckets": 8, "max_distance": 20},
         label="t5_bias-narrow",
     ),
     AlternativeCase("kerple", kerple_log),

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rope_extend.encodings import BiasEncoding, ModelShape, Shaw
@@ -40,13 +39,11 @@ class CallPositions:
         queries: positions `[rows, Q]`; rows is 1 or the batch size.
         keys: positions `[rows, K]` of the keys of the call; the last Q are those of the queries.
         gapless: whether each position is one more than the position before it.
-        farthest: the greatest distance from a query to a key, in any row.
     """
 
     queries: Tensor
     keys: Tensor
     gapless: bool
-    farthest: int
 
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> CallPositions:
@@ -56,7 +53,6 @@ class CallPositions:
             to_device(queries, device).expand(rows, -1),
             to_device(keys, device).expand(rows, -1),
             bool((keys.diff() == 1).all()),
-            int((queries.amax(dim=1) - keys.amin(dim=1)).max()),
         )
 
     @property
@@ -85,11 +81,7 @@ def in_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one block of queries after the other, each computed again for the backward pass.
 
-    Args:
-        attend: called with a block and the tensors; gives output and weights.
-        blocks: the first arguments of each call.
-        tensors: what gradients have to reach.
-        dropout: whether attention draws random numbers.
+    `attend` is called with a block and the `tensors`, which gradients have to reach.
     """
     recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     outputs, weights = [], []
@@ -138,18 +130,15 @@ class PartialBias:
         self.causal = causal
         self.names = tuple(learned)
         device, keys = positions.keys.device, positions.keys.shape[1]
-        self.table = encoding.by_distance and (positions.gapless or positions.farthest < 4 * keys)
+        self.table = encoding.by_distance and positions.gapless
         if not self.table:
             self.sources = tuple(learned.values())
             return
-        longest = keys if positions.gapless else positions.farthest + 1
-        distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
+        distances = torch.arange(keys - 1, -1, -1, device=device)  # the nearest last
         table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)
-        if positions.gapless:
-            # After distance 0 come the keys after the query, as many as a part or a mask can include.
-            later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
-            table = torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1)
-        self.sources = (table,)
+        # After distance 0 come the keys after the query, as many as a part or a mask can include.
+        later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
+        self.sources = (torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1),)
 
     def part(
         self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], query: Tensor
@@ -164,7 +153,7 @@ class PartialBias:
             `[rows, heads, stop - start, end - first]` float32.
         """
         positions = self.positions
-        if self.table and positions.gapless:
+        if self.table:
             (table,) = sources
             farthest = positions.before + stop - 1 - first
             skipped = positions.keys.shape[1] - 1 - farthest
@@ -174,10 +163,6 @@ class PartialBias:
         distance = queries - positions.keys[:, None, first:end]
         if isinstance(self.encoding, Shaw):
             bias = self.encoding.bias_of(query, distance.clamp(min=0), self._learned(sources))
-        elif self.table:
-            (table,) = sources
-            index = table.shape[1] - 1 - distance.clamp(min=0)
-            bias = functional.embedding(index, table.T).movedim(-1, 1)
         else:
             learned = self._learned(sources)
             bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned)

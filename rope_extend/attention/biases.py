@@ -33,11 +33,7 @@ class BiasHandler(AttentionHandler):
     shape: ModelShape
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention with the bias added to its scaled logits.
-
-        Raises:
-            PatchError: the positions in this call are not known, or the layer has other sizes than the bias.
-        """
+        """Attention with the bias added to its scaled logits."""
         forward = self.forward_of_call(call)
         keys = self.keys_of_call(call, forward)
         device = call.query.device

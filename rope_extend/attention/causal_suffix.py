@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_extend.attention.functions import AttentionCall, attention_modules, implementation_of
+from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.log_sum_exp import kernel_dtype
-from rope_extend.attention.registry import SUFFIX, beyond_plain, own_function, register
+from rope_extend.attention.registry import SUFFIX, register
 
 
 @contextmanager
@@ -47,20 +46,6 @@ def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if kwargs.get("local_size") is not None or not kwargs.get("allow_is_causal_skip", True):
         plain = False  # such as DeepSeek's indexers, which use the mask themselves
     return None if plain else sdpa_mask(*args, **kwargs)
-
-
-def without_mask(call: AttentionCall) -> AttentionCall:
-    """A call of sdpa, by a function that needs no mask if its queries are the last of its keys.
-
-    Only if the flash kernel can compute it; otherwise the call is one of sdpa itself. Calls of other
-    implementations are unchanged.
-    """
-    if call.implementation not in ("sdpa", _NAME):
-        return call
-    dropout = call.kwargs.get("dropout")
-    if not (dropout or beyond_plain(call.kwargs)) and flash_serves(call.query, call.key, call.value):
-        return replace(call, implementation=_NAME, inner=_attention)
-    return replace(call, implementation="sdpa", inner=own_function(call.module, "sdpa"))
 
 
 def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:

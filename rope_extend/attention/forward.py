@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -57,24 +57,6 @@ class Forward:
             self._bytes += size
             self._kept[name] = of, value  # with the object, so that no other one gets its id
         return value
-
-    def cut(self, *values: Tensor) -> Iterator[tuple[int, int, list[tuple[int, ...]]]]:
-        """Consecutive queries with the same values in each row.
-
-        Args:
-            values: whole numbers, each `[rows, T]`.
-
-        Yields:
-            Start, stop, and for each tensor the values of the rows; one value if all rows agree.
-        """
-        starts = [0]
-        if self.queries.shape[1] > 1:
-            changes = torch.stack([(each.diff() != 0).any(dim=0) for each in values]).any(dim=0)
-            starts += (changes.nonzero().flatten() + 1).tolist()
-        of_rows = [each[:, starts].T.tolist() for each in values]
-        stops = [*starts[1:], self.queries.shape[1]]
-        for start, stop, *rows in zip(starts, stops, *of_rows, strict=True):
-            yield start, stop, [tuple(row if len(set(row)) > 1 else row[:1]) for row in rows]
 
     def on(self, device: torch.device, values: Tensor) -> Tensor:
         """A tensor of this forward, copied to a device once for all layers there."""

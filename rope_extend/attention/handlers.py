@@ -10,7 +10,6 @@ from rope_extend.attention.biases import BiasHandler
 from rope_extend.attention.functions import attention_modules, extended_modules
 from rope_extend.attention.kernel import KernelHandler
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.remaps import RemapHandler
 from rope_extend.attention.rotation import RotationHandler
 from rope_extend.attention.vectors import VectorHandler
 from rope_extend.encodings import (
@@ -19,7 +18,6 @@ from rope_extend.encodings import (
     Encoding,
     LinearAttention,
     ModelShape,
-    RemapEncoding,
     RopeEncoding,
     RopeShape,
 )
@@ -31,17 +29,7 @@ from rope_extend.models.view import layer_config
 def handler_for(
     encoding: Encoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
 ) -> AttentionHandler | None:
-    """The handler for everything that an encoding does beyond its rotary tables, not installed yet.
-
-    Args:
-        encoding: the encoding.
-        shape: the rotary shape of the model.
-        model: the transformers model.
-        adapter: the model's family.
-
-    Returns:
-        The handler with its learned parameters; None if the rotary tables are all that the encoding needs.
-    """
+    """The handler for what an encoding does beyond its rotary tables, not installed yet; None for nothing."""
     if isinstance(encoding, BiasEncoding):
         modules = extended_modules(encoding, model.base_model, adapter)
         sized = _model_shape(model, shape, modules[0] if modules else None)
@@ -54,8 +42,6 @@ def handler_for(
         return KernelHandler(encoding, adapter, shape)
     normalises = adapter.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
-    if isinstance(encoding, RemapEncoding):
-        return RemapHandler(encoding, adapter, shape, normalised=normalised)
     if isinstance(encoding, RopeEncoding) and (
         encoding.rotates_in_attention or encoding.scales_logits(shape)
     ):

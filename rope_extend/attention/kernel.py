@@ -127,11 +127,7 @@ class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return self.cumulative_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not possible.
-
-        Raises:
-            PatchError: always.
-        """
+        """Not possible."""
         raise PatchError("linear attention keeps a sum of all tokens, and no token can be removed from it")
 
 
@@ -142,12 +138,7 @@ class KernelHandler(AttentionHandler):
     shape: RopeShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
-        """Replace the attention of a decoder.
-
-        Raises:
-            UnsupportedModelError: this is not possible in the family, or not with the attention
-                implementation, or a layer has a sliding window.
-        """
+        """Replace the attention of a decoder."""
         super().install(decoder, undo)
         for module in extended_modules(self.encoding, decoder, self.adapter):
             undo.hook(module, give_cache)
@@ -158,12 +149,7 @@ class KernelHandler(AttentionHandler):
                 )
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Linear attention, without attention weights.
-
-        Raises:
-            PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
-                hides earlier ones, or a cache that cannot be continued.
-        """
+        """Linear attention, without attention weights."""
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:
@@ -192,12 +178,7 @@ class KernelHandler(AttentionHandler):
         return output.to(value.dtype).transpose(1, 2).contiguous(), None
 
     def _visible(self, mask: Tensor) -> Tensor:
-        """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32.
-
-        Raises:
-            PatchError: a query does not attend to all tokens before it, as with several documents in a row,
-                or the mask adds to the logits.
-        """
+        """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32."""
         allowed = visible(mask)
         if mask.dtype != torch.bool and not bool(((mask == 0) | ~allowed).all()):
             raise PatchError(f"{self.encoding} has no logits, but the mask of this model adds to them")
@@ -228,11 +209,7 @@ class KernelHandler(AttentionHandler):
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
     def _layer(self, call: AttentionCall) -> Any:
-        """The layer of the cache that a call uses; None if there is no cache.
-
-        Raises:
-            PatchError: it holds tokens without a state, or with a state that cannot be continued.
-        """
+        """The layer of the cache that a call uses; None if there is no cache."""
         past = call.given.get("cache")
         if past is None:
             return None

@@ -138,9 +138,10 @@ def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None
         text = (own >= start[:, None]) & (own < stop[:, None])
         nothing_or_all = ~part.any(dim=-1) | part.all(dim=-1)
         same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
-    if not bool(same):
+    found = torch.stack([start, stop, same.long().expand_as(start)], dim=1).tolist()  # one look at a GPU
+    if not all(plain for *_, plain in found):
         return None
-    return _of_columns(positions, list(zip(start.tolist(), stop.tolist(), strict=True)))
+    return _of_columns(positions, [(first, last) for first, last, _ in found])
 
 
 def _of_columns(positions: Tensor, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:

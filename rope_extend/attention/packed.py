@@ -123,11 +123,7 @@ _NAME = register("packed", _attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def beyond_plain_sdpa(lm: Any) -> str | None:
-    """Why a model's attention is not plain causal attention over all tokens by sdpa; None if it is.
-
-    Args:
-        lm: a causal language model of transformers, with or without weights.
-    """
+    """Why a model's attention is not plain causal attention over all tokens by sdpa; None if it is."""
     config = lm.config.get_text_config()
     implementation = config._attn_implementation
     modules = attention_modules(lm.base_model)

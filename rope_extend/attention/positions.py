@@ -29,7 +29,6 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.masks import visible_to
-from rope_extend.attention.registry import is_dense
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
@@ -96,7 +95,7 @@ class AttentionHandler:
         Raises:
             UnsupportedModelError: the encoding does not work with the implementation.
         """
-        if not is_dense(implementation):
+        if "flash" in implementation or "flex" in implementation:
             raise UnsupportedModelError(
                 f"{self.encoding} acts inside attention and needs its mask, which {implementation} does not "
                 f"have; use attn_implementation='sdpa' or 'eager'"
@@ -128,7 +127,8 @@ class AttentionHandler:
             raise PatchError(
                 f"{self.encoding} cannot use a paged cache (continuous batching); use generate()"
             )
-        position_ids = positions_of_call(call)
+        given = call.kwargs.get("position_ids")
+        position_ids = call.given.get("positions") if given is None else given
         name, count = type(call.module).__name__, call.query.shape[2]
         if position_ids is None:
             raise PatchError(
@@ -225,12 +225,6 @@ def _is_first_of_fixed_size(queries: Tensor, call: AttentionCall) -> bool:
     """
     alone = call.mask is None and call.implementation == "sdpa" and call.is_causal
     return alone and queries.shape[1] > 1 and bool((queries[:, 0] == 0).all())
-
-
-def positions_of_call(call: AttentionCall) -> Any:
-    """The positions of the queries of a call as the model handed them over; None if it did not."""
-    positions = call.kwargs.get("position_ids")
-    return call.given.get("positions") if positions is None else positions
 
 
 def give_positions(

@@ -28,17 +28,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def register(name: str, attention: AttentionFunction, mask: Callable[..., Any]) -> str:
-    """Register an attention function and its mask function with transformers.
+    """Register an attention function with transformers; returns its name for `config._attn_implementation`.
 
-    Without a mask function, transformers would call the attention function without a mask.
-
-    Args:
-        name: the name without the prefix.
-        attention: the attention function.
-        mask: the mask function, called as transformers' own.
-
-    Returns:
-        The name with the prefix, for `config._attn_implementation`.
+    Without a mask function, transformers would call it without a mask.
     """
     full_name = PREFIX + name
     AttentionInterface.register(full_name, attention)
@@ -50,21 +42,14 @@ def own_function(module: nn.Module, implementation: str) -> AttentionFunction:
     """The function that the family of an attention module uses for an attention implementation."""
     family = sys.modules[type(module).__module__]
     interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    try:
-        function: AttentionFunction = interface[implementation]  # `get_interface` takes five calls
-    except KeyError:
-        function = interface.get_interface(implementation, getattr(family, "eager_attention_forward", None))
+    eager = getattr(family, "eager_attention_forward", None)
+    function: AttentionFunction = interface.get_interface(implementation, eager)
     return function
 
 
 def never_compiled(function: _Function) -> _Function:
     """Exclude a function from `torch.compile`: its control flow depends on the values of position ids."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-
-def is_dense(implementation: str) -> bool:
-    """Whether an implementation takes a mask over queries and keys; flash and flex attention do not."""
-    return "flash" not in implementation and "flex" not in implementation
 
 
 def takes_suffix(implementation: str) -> bool:

@@ -2,6 +2,8 @@
 
 A text of T tokens is cut so that each part is plain causal or full attention:
 
+- all pairs, under tables that follow the length: the queries of a table, with their own tokens, causal, and
+  with all before;
 - pairs closer than W: blocks of W queries; each with its own W tokens, causal, and with the block before, of
   which query i sees the keys after i. With both in reverse order, and without one query and one key, that is
   causal too;
@@ -15,26 +17,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.attention.log_sum_exp import merge, partial_attention
-from rope_extend.encodings.core.remap import Bands, Borders, Chunks, StartAndWindow
+from rope_extend.encodings.core.regions import Bands, Borders, Chunks, Everywhere, StartAndWindow
 
 Result = tuple[Tensor, Tensor]
 """Outputs `[batch, heads, n, value_dim]` and log-sum-exps `[batch, heads, n]`."""
 
 
-class Turn(Protocol):
-    """Turns queries or keys `[batch, heads, n, head_dim]`, the first of which is the n-th of the text."""
-
-    def __call__(self, states: Tensor, start: int, region: int, length: int) -> Tensor:
-        """Turn them on for pairs of a region, for queries whose table has a length."""
+Turn = Callable[[Tensor, int, int, Any], Tensor]
+"""Turns queries or keys `[batch, heads, n, head_dim]`: by the column of the first, a region and a table."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Text:
         value: `[batch, kv_heads, K, value_dim]`.
         turn_query: turns queries on to the positions of a region.
         turn_key: turns keys on.
-        segments: the queries, cut where their table changes: first column, column after the last, length.
+        segments: the queries, cut where their table changes: first column, column after the last, table.
         lowest: the position of column 0.
         scale: the factor on the products of queries and keys.
     """
@@ -57,7 +56,7 @@ class Text:
     value: Tensor
     turn_query: Turn
     turn_key: Turn
-    segments: Sequence[tuple[int, int, int]]
+    segments: Sequence[tuple[int, int, Any]]
     lowest: int
     scale: float
 
@@ -66,14 +65,14 @@ class Text:
         """The column of the first query."""
         return self.key.shape[2] - self.query.shape[2]
 
-    def queries(self, start: int, stop: int, region: int, length: int) -> Tensor:
+    def queries(self, start: int, stop: int, region: int, table: Any) -> Tensor:
         """The rotated queries of columns `start` to `stop`."""
         states = self.query[:, :, start - self.first : stop - self.first]
-        return self.turn_query(states, start - self.first, region, length)
+        return self.turn_query(states, start - self.first, region, table)
 
-    def keys(self, start: int, stop: int, region: int, length: int) -> Tensor:
+    def keys(self, start: int, stop: int, region: int, table: Any) -> Tensor:
         """The rotated keys of columns `start` to `stop`."""
-        return self.turn_key(self.key[:, :, start:stop], start, region, length)
+        return self.turn_key(self.key[:, :, start:stop], start, region, table)
 
 
 def can_be_cut(borders: Borders, lowest: int, first: int) -> bool:
@@ -87,6 +86,8 @@ def can_be_cut(borders: Borders, lowest: int, first: int) -> bool:
 
 def attend(text: Text, borders: Borders) -> Tensor:
     """Causal attention of a text under changed positions, `[batch, heads, Q, value_dim]`."""
+    if isinstance(borders, Everywhere):
+        return _everywhere(text)
     if isinstance(borders, Bands):
         return _bands(text, borders.window)
     if isinstance(borders, Chunks):
@@ -94,22 +95,32 @@ def attend(text: Text, borders: Borders) -> Tensor:
     return _start_and_window(text, borders)
 
 
+def _everywhere(text: Text) -> Tensor:
+    outputs = [
+        _of_last(
+            text.queries(start, stop, 0, table), text.keys(0, stop, 0, table), text.value[:, :, :stop],
+            text.scale,
+        )[0] for start, stop, table in text.segments
+    ]  # fmt: skip
+    return torch.cat(outputs, dim=2)
+
+
 def _bands(text: Text, window: int) -> Tensor:
     first, total = text.first, text.key.shape[2]
-    length = text.segments[0][2]
+    table = text.segments[0][2]
     low = max(0, first - window)
     near, near_sums = _near(
-        text.queries(first, total, 0, length), text.keys(low, total, 0, length), text.value[:, :, low:],
+        text.queries(first, total, 0, table), text.keys(low, total, 0, table), text.value[:, :, low:],
         window, text.scale,
     )  # fmt: skip
     outputs = []
-    for start, stop, length in text.segments:
+    for start, stop, table in text.segments:
         begin = max(start, window)  # the first query that has distant keys
         split = begin - first
         outputs.append(near[:, :, start - first : min(split, stop - first)])
         if begin >= stop:
             continue
-        query, key = text.queries(begin, stop, 1, length), text.keys(0, stop - window, 1, length)
+        query, key = text.queries(begin, stop, 1, table), text.keys(0, stop - window, 1, table)
         far = _of_last(query, key, text.value[:, :, : stop - window], text.scale)
         rows = slice(split, stop - first)
         outputs.append(merge(near[:, :, rows], near_sums[:, :, rows], *far)[0])
@@ -117,23 +128,23 @@ def _bands(text: Text, window: int) -> Tensor:
 
 
 def _start_and_window(text: Text, borders: StartAndWindow) -> Tensor:
-    first, total, length = text.first, text.key.shape[2], text.segments[0][2]
+    first, total, table = text.first, text.key.shape[2], text.segments[0][2]
     start = min(max(0, borders.start - text.lowest), total)  # the columns of the first tokens
     begin = max(first, start)
     low = max(start, begin - borders.window)
     near = _near(
-        text.queries(begin, total, 0, length), text.keys(low, total, 0, length), text.value[:, :, low:],
+        text.queries(begin, total, 0, table), text.keys(low, total, 0, table), text.value[:, :, low:],
         borders.window, text.scale,
     )  # fmt: skip
     sinks = partial_attention(
-        text.queries(begin, total, 1, length), text.keys(0, start, 1, length), text.value[:, :, :start],
+        text.queries(begin, total, 1, table), text.keys(0, start, 1, table), text.value[:, :, :start],
         causal=False, scale=text.scale,
     )  # fmt: skip
     output, _ = merge(*near, *sinks)
     if begin == first:
         return output
     head, _ = partial_attention(
-        text.queries(0, start, 0, length), text.keys(0, start, 0, length), text.value[:, :, :start],
+        text.queries(0, start, 0, table), text.keys(0, start, 0, table), text.value[:, :, :start],
         causal=True, scale=text.scale,
     )  # fmt: skip
     return torch.cat([head.to(output.dtype), output], dim=2)
@@ -187,16 +198,16 @@ def _later_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Resu
 
 
 def _chunks(text: Text, size: int) -> Tensor:
-    first, total, length = text.first, text.key.shape[2], text.segments[0][2]
-    key, value = text.keys(0, total, 0, length), text.value  # at the same positions in all regions
+    first, total, table = text.first, text.key.shape[2], text.segments[0][2]
+    key, value = text.keys(0, total, 0, table), text.value  # at the same positions in all regions
     outputs = []
     for start, stop in itertools.pairwise([first, *range((first // size + 1) * size, total, size), total]):
         low = start // size * size
-        own = text.queries(start, stop, 0, length)
+        own = text.queries(start, stop, 0, table)
         found = _of_last(own, key[:, :, low:stop], value[:, :, low:stop], text.scale)
         for region, keys in ((1, slice(max(0, low - size), low)), (2, slice(0, max(0, low - size)))):
             if keys.start < keys.stop:
-                query = text.queries(start, stop, region, length)
+                query = text.queries(start, stop, region, table)
                 other = partial_attention(
                     query, key[:, :, keys], value[:, :, keys], causal=False, scale=text.scale
                 )

@@ -26,11 +26,7 @@ class VectorHandler(AttentionHandler):
     shape: ModelShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
-        """Add the vectors before the first layer of a decoder.
-
-        Raises:
-            UnsupportedModelError: the layers of the family are not found.
-        """
+        """Add the vectors before the first layer of a decoder."""
         layers = decoder_layers(decoder)
         if layers is None:
             raise UnsupportedModelError(
@@ -45,12 +41,7 @@ class VectorHandler(AttentionHandler):
     def add(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook of the first layer: add the vectors to its hidden states `[batch, T, hidden]`.
-
-        Raises:
-            PatchError: the layer gets no such states, or the positions of its tokens are not known.
-            RopeExtendError: a position that has no vector.
-        """
+        """Forward pre-hook of the first layer: add the vectors to its hidden states `[batch, T, hidden]`."""
         if getattr(layer, HANDLER, None) is not self:
             return None
         position_ids = kwargs.get("position_ids")

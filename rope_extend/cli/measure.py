@@ -22,6 +22,7 @@ from rope_extend.evaluation.protocols import protocol_help
 from rope_extend.files import check_new, write_text
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+PLAN = "the estimated memory and time of each length, which need no weights, and with --data of all"
 KINDS = (
     ("perplexity", "results", "perplexity against length, from evaluations"),
     ("loss", "results", "loss by position, from evaluations"),
@@ -40,8 +41,7 @@ SOURCES = {
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    plan = "the estimated memory and time, for which neither --data nor weights are needed"
-    _add_settings(parser, EvaluationConfig, "an evaluation", plan)
+    _add_settings(parser, EvaluationConfig, "an evaluation", PLAN)
     add_json(parser, "print the plan as JSON")
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
 
@@ -80,7 +80,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    _add_settings(parser, StudyConfig, "a report", "what will be measured and the estimated time")
+    _add_settings(parser, StudyConfig, "a report", PLAN)
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -166,15 +166,14 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
         _print_plan(config, arguments)
         return
 
-    from rope_extend.evaluation.cells import holds_cells
-    from rope_extend.evaluation.evaluate import evaluate, retrieve
+    from rope_extend.evaluation.cells import our_parts
+    from rope_extend.evaluation.evaluate import measure
     from rope_extend.evaluation.output_directory import RESULTS
-    from rope_extend.evaluation.report_files import markdown_report
     from rope_extend.models.processes import is_main_process, process_count, processes
-    from rope_extend.study import Study, compare_methods
+    from rope_extend.study import compare_methods
     from rope_extend.training.launch import check_launch
 
-    run: Any = {"evaluate": evaluate, "retrieve": retrieve, "report": compare_methods}[config.command]
+    run: Any = compare_methods if isinstance(config, StudyConfig) else measure
     check_launch(process_count())
     output = str(config.output)
     try:
@@ -182,34 +181,32 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
     except RopeExtendError:
         raise
     except BaseException:
-        if is_main_process() and holds_cells(output):
+        if is_main_process() and our_parts(output):
             how = "keeps what is finished; the same command with --resume continues"
             print(f"\n{output} {how}", file=sys.stderr)
         raise
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
     if is_main_process():
-        print(found.markdown() if isinstance(found, Study) else markdown_report(found))
+        print(found.markdown())
         none = "no report is written: nothing is measured yet"
         print(f"written: {output}" if (Path(output) / RESULTS).exists() else none)
 
 
 def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
-    """Print the estimated memory and time, and the work: all, or with `--resume` what is missing."""
+    """Print the estimated memory and time, and with data the work: with `--resume` what is missing."""
     from rope_extend.evaluation.measurement import Measurement
     from rope_extend.models.processes import is_main_process
 
-    measurement = Measurement(config, texts=arguments.resume)
-    missing = measurement.missing(config.output) if arguments.resume and config.output else None
-    work, plan = measurement.work_text(missing), measurement.plan
-    if config.command == "report":
-        print(work)
-        return
+    measurement = Measurement(config, texts=bool(config.data))
+    cells = measurement.missing(config.output) if arguments.resume and config.output else measurement.cells()
+    work, plan = measurement.work_text(cells).splitlines() if config.data else [], measurement.plan
     if plan is None:
         raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
     if is_main_process():
-        values = {**plan.to_dict(), "work": work.splitlines()}
-        print(json.dumps(values, indent=2) if arguments.json else f"{plan}\n{work}")
+        text = "\n".join([str(plan), *work])
+        as_json = getattr(arguments, "json", False)
+        print(json.dumps({**plan.to_dict(), "work": work}, indent=2) if as_json else text)
     plan.check()
 
 
@@ -237,9 +234,15 @@ def plot(arguments: argparse.Namespace) -> None:
     """Draw pictures from saved results, from a run, or from a checkpoint's config."""
     output = Path(arguments.output)
     check_new(output, overwrite=arguments.overwrite)
-    draw = {"results": _plot_results, "run": _plot_run, "model": _plot_frequencies}
-    source = next(source for kind, source, _ in KINDS if kind == arguments.kind)
-    draw[source](arguments, output)
+    if arguments.kind == "training":
+        from rope_extend.plots.training_curves import plot_training
+
+        run = Path(arguments.run)
+        plot_training(run / "metrics.jsonl" if run.is_dir() else run, output)
+    elif arguments.kind == "frequencies":
+        _plot_frequencies(arguments, output)
+    else:
+        _plot_results(arguments, output)
     print("written:", output)
 
 
@@ -248,12 +251,14 @@ def _plot_results(arguments: argparse.Namespace, output: Path) -> None:
     from rope_extend.plots import curves, retrieval_maps
 
     rows = read_runs(arguments.results)
-    if arguments.kind in ("perplexity", "loss"):
-        draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-        draw([row for row in rows if row.result], output)
-        return
-    if arguments.kind == "accuracy":
-        retrieval_maps.plot_accuracy(rows, arguments.task, output)
+    if arguments.kind != "heat-map":
+        scored = [row for row in rows if row.result]
+        draw = {
+            "perplexity": lambda: curves.plot_perplexity(scored, output),
+            "loss": lambda: curves.plot_loss_by_position(scored, output),
+            "accuracy": lambda: retrieval_maps.plot_accuracy(rows, arguments.task, output),
+        }
+        draw[arguments.kind]()
         return
     labels = [row.label for row in rows]
     row = arguments.row or (labels[0] if len(labels) == 1 else None)
@@ -261,13 +266,6 @@ def _plot_results(arguments: argparse.Namespace, output: Path) -> None:
         problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
         raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
     retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output)
-
-
-def _plot_run(arguments: argparse.Namespace, output: Path) -> None:
-    from rope_extend.plots.training_curves import plot_training
-
-    run = Path(arguments.run)
-    plot_training(run / "metrics.jsonl" if run.is_dir() else run, output)
 
 
 def _plot_frequencies(arguments: argparse.Namespace, output: Path) -> None:

@@ -59,14 +59,11 @@ class Learned(AbsoluteEncoding):
             positions, linearly between rows; `tile` starts again at the first; `fresh` adds new rows up to
             `length`, which are learned separately.
         length: the window in tokens that `interpolate` and `fresh` extend to.
-        start: the first values: `normal`, random as in GPT-2 from a fixed seed, or `zeros`, with which the
-            model starts without any positions.
     """
 
     rows: Annotated[int | None, check_length] = None
     beyond: Annotated[str, choice("refuse", "interpolate", "tile", "fresh")] = "refuse"
     length: Annotated[int | None, check_length] = None
-    start: Annotated[str, choice("normal", "zeros")] = "normal"
 
     name: ClassVar[str] = "learned"
     paper: ClassVar[str] = "1705.03122"
@@ -89,11 +86,7 @@ class Learned(AbsoluteEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The table for `target_length` tokens: sets `length` for rules that have one, else `rows`.
-
-        Raises:
-            RopeExtendError: a parameter is unknown or invalid.
-        """
+        """The table for `target_length` tokens: sets `length` for rules that have one, else `rows`."""
         beyond = parameters.get("beyond", "refuse")
         if beyond != "tile":
             parameters = {"length" if beyond in _WITH_LENGTH else "rows": target_length, **parameters}
@@ -109,9 +102,8 @@ class Learned(AbsoluteEncoding):
         if self.beyond == "fresh" and self.length is not None:
             sizes["fresh"] = self.length - sizes["table"]
         generator = torch.Generator().manual_seed(0)
-        scale = 0.0 if self.start == "zeros" else _STANDARD_DEVIATION
         return {
-            name: scale * torch.randn(count, shape.hidden_size, generator=generator)
+            name: _STANDARD_DEVIATION * torch.randn(count, shape.hidden_size, generator=generator)
             for name, count in sizes.items()
         }
 
@@ -121,11 +113,7 @@ class Learned(AbsoluteEncoding):
         return rows
 
     def vectors(self, shape: ModelShape, position_ids: Tensor, learned: LearnedValues) -> Tensor:
-        """The table's rows, extended by the rule `beyond`, `[..., hidden_size]` float32.
-
-        Raises:
-            RopeExtendError: a position beyond the last row that the rule does not cover.
-        """
+        """The table's rows, extended by the rule `beyond`, `[..., hidden_size]` float32."""
         table, rows = learned["table"], self._rows(shape)
         if self.beyond == "tile":
             return table[position_ids % rows]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rope_extend.checks import FLAG, number, whole
-from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
+from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule, log_n_scale
 from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
@@ -189,11 +189,7 @@ class Truncated(ComposedRope):
             self._limits(self.keep_above)
 
     def _limits(self, above: float) -> tuple[float, float, float]:
-        """`(a, b, rho)`.
-
-        Raises:
-            RopeExtendError: b or rho is above a, which would make a slower channel the faster one.
-        """
+        """`(a, b, rho)`."""
         below = above / 8 if self.zero_below is None else self.zero_below
         between = above / 16 if self.between is None else self.between
         if max(below, between) > above:
@@ -238,21 +234,6 @@ class LogN(ComposedRope):
         scale = log_n_scale(shape, position_ids)
         inner = self.inner.logit_scale(shape, position_ids)
         return scale if inner is None else scale * inner
-
-
-def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
-    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
-
-    Raises:
-        RopeExtendError: the trained window is one token, for which the formula has no value.
-    """
-    if shape.trained_length == 1:
-        raise RopeExtendError(
-            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it "
-            "off, or use another method"
-        )
-    seen = position_ids.to(torch.float64).clamp(min=0)  # padding may have negative positions
-    return (torch.log1p(seen) / math.log(shape.trained_length)).clamp(min=1)
 
 
 _GAMMA = 0.4

@@ -53,13 +53,10 @@ class T5Bias(BiasEncoding):
     Attributes:
         buckets: number of ranges; each range of the nearer half holds one distance.
         max_distance: the distance in tokens from which all distances are in the last range.
-        start: the first values: `alibi`, ALiBi's bias at the nearest distance of each range, or `zeros`,
-            with which the model cannot tell distances apart until it has learned to.
     """
 
     buckets: Annotated[int, whole(2, 4096)] = 32
     max_distance: Annotated[int, whole(2, 2**24)] = 128
-    start: Annotated[str, choice("alibi", "zeros")] = "alibi"
 
     name: ClassVar[str] = "t5_bias"
     paper: ClassVar[str] = "1910.10683"
@@ -86,13 +83,10 @@ class T5Bias(BiasEncoding):
         return torch.where(distance < exact, distance, far.clamp(max=self.buckets - 1))
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
-        """`table` `[buckets, heads]`."""
-        table = torch.zeros(self.buckets, shape.heads)
-        if self.start == "alibi":
-            ranges = self.bucket(torch.arange(self.max_distance + 1))
-            nearest = torch.searchsorted(ranges, torch.arange(self.buckets))
-            table = -(nearest[:, None] * ALiBi().slopes(shape)).to(torch.float32)
-        return {"table": table}
+        """`table` `[buckets, heads]`: ALiBi's bias at the nearest distance of each range."""
+        ranges = self.bucket(torch.arange(self.max_distance + 1))
+        nearest = torch.searchsorted(ranges, torch.arange(self.buckets))
+        return {"table": -(nearest[:, None] * ALiBi().slopes(shape)).to(torch.float32)}
 
     def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """The table's number for the range of each distance, `[heads, ...]` float32."""

@@ -24,11 +24,7 @@ from rope_extend.errors import RopeExtendError
 
 
 def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
-    """A list of divisors.
-
-    Raises:
-        RopeExtendError: it is no list of numbers, or a number is out of range.
-    """
+    """A list of divisors."""
     if not isinstance(values, list | tuple) or not values:
         raise RopeExtendError(
             f"{owner}: {field} must be a list of numbers, one for each channel pair, got {values!r}"
@@ -125,11 +121,7 @@ class LongRoPE(ScaledRope):
         return target_length
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `longrope`.
-
-        Raises:
-            RopeExtendError: there are start tokens, or the lists do not fit the model.
-        """
+        """Stock `longrope`."""
         if self.start_tokens:
             raise RopeExtendError(
                 f"longrope with start_tokens={self.start_tokens} has no form that stock transformers can "

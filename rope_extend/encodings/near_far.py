@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.methods import rotary_method
-from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
+from rope_extend.encodings.core.regions import NEAR, Bands, Region
+from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.encodings.static import PlainRope
@@ -83,12 +84,7 @@ class NearFar(RemapEncoding):
         """Both encodings and the window from the lengths, see the class; a parameter that is given is kept.
 
         `near` and `far` may be names of methods, such as `dynamic_yarn`. Their parameters then follow from
-        the lengths.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, a window beyond the trained one, or a far encoding
-                that does not reach the target.
-        """
+        the lengths."""
         given = {"far": "yarn", **parameters}
         for name in ("near", "far"):
             if isinstance(given.get(name), str):
@@ -106,11 +102,6 @@ class NearFar(RemapEncoding):
     def depends_on_length(self) -> bool:  # type: ignore[override]
         """As the far encoding."""
         return self.far.depends_on_length
-
-    @property
-    def borders(self) -> Bands:
-        """Distances from `window` on are far."""
-        return Bands(self.window)
 
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """The near schedule, and the far one or the far positions."""
@@ -164,12 +155,8 @@ class NearFar(RemapEncoding):
         far = self.regions(shape, last)[1]
         if first != last or not _is_plain_table(far.schedule, shape, last):
             return False
-        # Positions of a text that are all kept; the last one shows it for most texts.
-        for start in (highest, lowest):
-            positions = torch.arange(start, highest + 1, dtype=torch.float64, device="cpu")
-            if not all(torch.equal(of(positions), positions) for of in (far.query, far.key)):
-                return False
-        return True
+        positions = torch.arange(lowest, highest + 1, dtype=torch.float64, device="cpu")
+        return all(torch.equal(of(positions), positions) for of in (far.query, far.key))
 
     def __str__(self) -> str:
         """`near_far(yarn(factor=8), window=1024)`: the far encoding, then what differs from the defaults."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rope_extend.checks import FLAG, number
-from rope_extend.encodings.composed import log_n_scale
-from rope_extend.encodings.core.remap import NEAR, Bands, Chunks, Region, RemapEncoding, StartAndWindow
+from rope_extend.encodings.core.regions import NEAR, Bands, Chunks, Region, StartAndWindow
+from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.errors import RopeExtendError
 
@@ -46,11 +46,6 @@ class SelfExtend(RemapEncoding):
         room = max(1.0, 2 * trained / 3 - window)
         return {"window": window, "group": max(2, math.ceil((target - window) / room))}
 
-    @property
-    def borders(self) -> Bands:
-        """Distances from `window` on are changed."""
-        return Bands(self.window)
-
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """`i // G + W - W/G` and `j // G` for distant pairs."""
         shift = self.window - self.window / self.group
@@ -59,10 +54,6 @@ class SelfExtend(RemapEncoding):
     def target_length(self, shape: RopeShape) -> int:
         """`(L - W) G + W`, which the largest distance of L - 1 allows."""
         return max(0, shape.trained_length - self.window) * self.group + self.window
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """`max(1, ln(p+1) / ln L)` with `log_n`."""
-        return log_n_scale(shape, position_ids) if self.log_n else None
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,6 @@ class ReRoPE(RemapEncoding):
     def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"window": max(1, trained // 4)}
 
-    @property
-    def borders(self) -> Bands:
-        """Distances from `window` on are changed."""
-        return Bands(self.window)
-
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """w and 0 for distant pairs, or `(i + w (leak - 1)) / leak` and `j / leak`."""
         leak, window = self.leak, self.window
@@ -106,10 +92,6 @@ class ReRoPE(RemapEncoding):
         if self.leak is None:
             return None
         return math.floor(self.window + max(0, shape.trained_length - self.window) * self.leak)
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """`max(1, ln(p+1) / ln L)` with `log_n`."""
-        return log_n_scale(shape, position_ids) if self.log_n else None
 
 
 @dataclass(frozen=True)

@@ -239,11 +239,7 @@ class YaRN(ScaledRope):
         return ramp * plain / self.factor + (1 - ramp) * plain
 
     def _ends(self, shape: RopeShape) -> tuple[float, float]:
-        """The (fractional) channel pairs where the ramp starts and ends, for `ramp="index"`.
-
-        Raises:
-            RopeExtendError: the critical pair is not in the model, or is at or below the start of the ramp.
-        """
+        """The (fractional) channel pairs where the ramp starts and ends, for `ramp="index"`."""
         low, high = (shape.index_with_turns(turns) for turns in (self.beta_fast, self.beta_slow))
         low = max(math.floor(low) if self.truncate else low, 0)
         if self.critical is None:
@@ -340,11 +336,7 @@ class ABF(RopeEncoding):
         """Without `theta`, uses the critical base for the target: `theta^(ln(L'/2pi) / ln(L/2pi))`.
 
         The channels that complete a turn within the trained window then complete one within the target
-        (Theorem 1 of 2310.05209).
-
-        Raises:
-            RopeExtendError: the trained window is too short for the rule, or a parameter is invalid.
-        """
+        (Theorem 1 of 2310.05209)."""
         cls.check_names(parameters)
         if "theta" not in parameters:
             if shape.trained_length <= 2 * math.pi:

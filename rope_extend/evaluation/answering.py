@@ -29,8 +29,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import AS_IS, ModelConfig
-from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
+from rope_extend.evaluation.loss_computer import LossComputer, evaluation_mode, peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions, input_device
@@ -54,15 +53,10 @@ def generate(
     """Continue token ids by the most likely tokens, whatever the model's generation config says.
 
     Args:
-        model: a causal language model, patched or not, with or without an adapter.
-        tokenizer: the model's tokenizer.
         rows: token ids of the prompts; shorter ones are padded on the left.
         new_tokens: the most new tokens of a row.
         finished: takes the number of a row and its new text; whether it needs no more tokens.
         write: gets the new text of a single row piece by piece.
-
-    Returns:
-        The new text of each row.
     """
     lm, device = unwrap(model), input_device(model)
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
@@ -98,20 +92,14 @@ def _no_defaults(lm: Any) -> Iterator[None]:
     """Within the block, `generate` uses nothing of the checkpoint's generation config.
 
     It would take all that it is not given from there: penalties and forbidden tokens, which change the
-    answer, or a kind of cache. Nor does it remind of the config's window, which methods exceed on purpose.
+    answer, or a kind of cache.
     """
-    own, reminder = lm.generation_config, logging.getLogger("transformers.generation.stopping_criteria")
+    own = lm.generation_config
     lm.generation_config = GenerationConfig()
-    reminder.addFilter(_nothing)
     try:
         yield
     finally:
-        reminder.removeFilter(_nothing)
         lm.generation_config = own
-
-
-def _nothing(_: logging.LogRecord) -> bool:
-    return False
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
@@ -153,23 +141,16 @@ def answer_batch(
     """Let a model answer prompts of one task and length together, and score the answers.
 
     Args:
-        model: a causal language model, patched or not; unchanged afterwards.
-        tokenizer: its tokenizer.
-        task: the task of the prompts.
-        batch: the prompts.
         crop: number of a prompt's last tokens that the model sees, including those of the answer. This is the
             control for a longer context.
 
     Returns:
         For each prompt, what identifies it, `response` and `score`, as plain values; and the peak memory.
-
-    Raises:
-        RopeExtendError: a prompt does not fit into the memory alone.
     """
     with evaluation_mode(model) as device, torch.no_grad():
         responses = _responses(model, tokenizer, task, batch, crop)
         peak = peak_memory_bytes(device)
-    names = ("task", "length", "depth", "trial", "distance", "answers")
+    names = ("task", "length", "depth", "trial", "answers")
     trials = [
         {
             **{name: getattr(prompt, name) for name in names},
@@ -221,11 +202,7 @@ def _responses(
 def answer(
     model: Any, tokenizer: Any, ids: list[int], new_tokens: int, write: Callable[[str], object] | None = None
 ) -> str:
-    """The continuation of one prompt; the arguments are those of `generate`.
-
-    Raises:
-        RopeExtendError: the prompt does not fit into memory.
-    """
+    """The continuation of one prompt; the arguments are those of `generate`."""
     try:
         with evaluation_mode(model), torch.no_grad():
             return generate(model, tokenizer, [ids], new_tokens, write=write)[0]
@@ -252,14 +229,8 @@ def long_prompt(
     """Put a text and a question into one prompt of at most `most` tokens; the end of the text is cut off.
 
     Args:
-        tokenizer: the model's tokenizer.
-        text: the long text.
         question: asked after the text; None lets the model continue the text.
-        most: tokens that the prompt may have.
         chat: `auto` uses the tokenizer's chat template if there is one and a question; `on` or `off`.
-
-    Raises:
-        RopeExtendError: not even the question fits, or there is no chat template to turn on.
     """
     template = question is not None and uses_chat(tokenizer, chat)
 
@@ -320,14 +291,9 @@ class Subjects:
 
         Args:
             name: a run of `finetune` (an adapter with its record), a checkpoint, or a hub id.
-            load_options: how the model is loaded.
             base_model: the adapter's base model; overrides the one in the record.
             target_length: extend a checkpoint without training to this window.
             method: with this method; `yarn` by default.
-            trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
-
-        Raises:
-            RopeExtendError: no such model, or arguments that do not belong together.
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
@@ -343,9 +309,7 @@ class Subjects:
             candidates = Candidates.of(config, load_options)
             return cls(candidates, target_length or candidates.info.window, name)
         if target_length is not None or trained_length is not None:
-            given = (
-                f"trained_length={trained_length}" if target_length is None else "target_length= and method="
-            )
+            given = "trained_length=" if target_length is None else "target_length="
             raise RopeExtendError(
                 f"{name} holds an adapter, whose record says its windows; leave {given} out"
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from rope_extend.checkpoint.info import ModelInfo, info
@@ -19,11 +20,10 @@ from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
-from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import method_labels
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.view import length_groups
+from rope_extend.models.view import length_groups, unwrap
 from rope_extend.patching import current_patch, patch_model
 
 DOUBLINGS = 3
@@ -56,14 +56,8 @@ class Candidates:
     def of(cls, config: ModelConfig, load_options: LoadOptions | None = None) -> Self:
         """Check the model, the methods and the adapters of a config, and make their encodings.
 
-        Args:
-            config: settings of an evaluation.
-            load_options: how the model is loaded; by default as in `config`.
-
-        Raises:
-            RopeExtendError: no such model, method or adapter, an adapter of another model or one that changes
-                the model's own weights, a method but no length beyond the trained window, or a method that
-                changes nothing, because the checkpoint has its tables already.
+        An adapter of another model is refused, one that changes the model's own weights, and a method that
+        changes nothing.
         """
         load_options = load_options or config.load_options()
         empty = load_options.empty(config.model)
@@ -93,7 +87,8 @@ class Candidates:
     @property
     def plain_methods(self) -> list[str]:
         """The methods that give plain RoPE."""
-        return [method for method in self.encodings if self._is_plain(method)]
+        plain = {PLAIN, *([AS_IS] if self.info.encoding == PLAIN else [])}
+        return [method for method in self.encodings if method in plain]
 
     @property
     def plain_adapters(self) -> list[str]:
@@ -104,17 +99,10 @@ class Candidates:
             if record.encoding.name == PLAIN and record.target_length <= self.trained_length
         ]
 
-    def _is_plain(self, method: str) -> bool:
-        return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
-
     def length_groups(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """The groups of lengths with equal tables, of the row of each method and then of each adapter.
 
-        One pass over a document measures a group, see `rope_extend.models.view.length_groups`. No weights are
-        needed.
-
-        Args:
-            lengths: the lengths that are measured, in tokens.
+        One pass over a document measures a group, see `rope_extend.models.view.length_groups`.
         """
         groups = []
         with quiet_patching():
@@ -133,16 +121,7 @@ class Candidates:
 
     @contextmanager
     def prepared(self, lm: Any, method: str | None = None, adapter: str | None = None) -> Iterator[nn.Module]:
-        """The model under a method, or with an adapter, within the block.
-
-        Args:
-            lm: the model with its weights.
-            method: one of `encodings`, or `none`; None for an adapter.
-            adapter: one of `records`; None for a method.
-
-        Raises:
-            PatchError: the method changes nothing.
-        """
+        """The model under a method, `none` or one of `encodings`, or with an adapter, within the block."""
         if method is not None:
             with self._untrained(lm, method):
                 yield lm
@@ -188,12 +167,25 @@ class Candidates:
         }
 
 
-def _check_removable(adapter: Path) -> None:
-    """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them.
+def cast_adapter(model: Any) -> Any:
+    """Give the LoRA matrices of a PEFT model in float16 or bfloat16 its dtype, in place; returns the model.
 
-    Raises:
-        RopeExtendError: names what changes them.
+    peft loads them as float32, and then computes float32 states as wide as those of the MLPs. Training
+    multiplies by autocast in the dtype of the model, and this gives the same numbers bit for bit.
     """
+    from peft.tuners.lora import LoraLayer
+
+    dtype = unwrap(model).dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer) and not layer.lora_variant:  # a variant may need its own dtypes
+                for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+                    getattr(layer, name).to(dtype)
+    return model
+
+
+def _check_removable(adapter: Path) -> None:
+    """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them."""
     if not (adapter / "adapter_config.json").exists():
         return  # loading says what is missing
     config = read_json(adapter / "adapter_config.json")
@@ -210,11 +202,7 @@ def _check_removable(adapter: Path) -> None:
 
 
 def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:
-    """The encoding of a method for the longest length; None for the checkpoint's own.
-
-    Raises:
-        RopeExtendError: no such method, or no length beyond the trained window.
-    """
+    """The encoding of a method for the longest length; None for the checkpoint's own."""
     if method == AS_IS:
         return None
     if method == PLAIN:

@@ -35,7 +35,6 @@ class Row:
     """A row of a measurement.
 
     Attributes:
-        label: its name in tables.
         method: the untrained method; None for an adapter.
         adapter: the directory of the adapter; None for an untrained row.
         crop: number of tokens of context that the model sees; None for all.
@@ -83,10 +82,6 @@ class CellStore:
         directory: directory of the measurement; None keeps the cells in memory.
         model: identity of the model.
         part: number of the process, if several measure together. Each writes a file of its own.
-
-    Raises:
-        RopeExtendError: the directory holds cells of another model or damaged ones, or another process writes
-            to it.
     """
 
     def __init__(self, directory: Path | None, model: Identity, part: int = 0) -> None:
@@ -134,11 +129,7 @@ class CellStore:
 
 
 def check_resumed(store: CellStore, cells: Iterable[Cell]) -> None:
-    """Refuse to add cells to a measurement that has none of them.
-
-    Raises:
-        RopeExtendError: none of the finished cells is one of `cells`.
-    """
+    """Refuse to add cells to a measurement that has none of them."""
     cells = list(cells)
     if store.records and not any(cell.digest in store.records for cell in cells):
         raise RopeExtendError(
@@ -155,16 +146,13 @@ def _what_differs(finished: Iterable[dict[str, Any]], cells: Iterable[Cell]) -> 
         for cell in cells
         if (cell.kind, cell.row.label) == (record["kind"], record.get("label"))
     ]
-    there = sorted({str(record.get("label")) for record in finished})
-    here = sorted({cell.row.label for cell in cells})
-    rows = f"its rows ({', '.join(there)} there, {', '.join(here)} here)"
-    return min((pair for pair in pairs if pair), key=len, default=rows)
+    return min((pair for pair in pairs if pair), key=len, default="its rows")
 
 
 def finished_in(directory: str | Path) -> set[str]:
     """The digests of the finished cells in a directory, without a lock; damaged lines are left out."""
     found = set()
-    for path in _our_parts(Path(directory)):
+    for path in our_parts(directory):
         with suppress(OSError):
             for line in path.read_bytes().splitlines():
                 with suppress(ValueError, KeyError, TypeError):
@@ -172,16 +160,6 @@ def finished_in(directory: str | Path) -> set[str]:
     return found
 
 
-def holds_cells(directory: str | Path) -> bool:
-    """Whether a directory holds a measurement."""
-    return bool(_our_parts(Path(directory)))
-
-
-def remove_cells(directory: str | Path) -> None:
-    """Delete the cells of a directory."""
-    for path in _our_parts(Path(directory)):
-        path.unlink(missing_ok=True)
-
-
-def _our_parts(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("cells*.jsonl") if _PARTS.fullmatch(path.name))
+def our_parts(directory: str | Path) -> list[Path]:
+    """The files of finished cells in a directory."""
+    return sorted(path for path in Path(directory).glob("cells*.jsonl") if _PARTS.fullmatch(path.name))

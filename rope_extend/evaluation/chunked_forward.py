@@ -43,12 +43,7 @@ MAX_ROUNDING = 0.05
 
 
 class ChunkedForward:
-    """Computes the last hidden states of a causal language model, whole or in chunks.
-
-    Args:
-        model: a causal language model, with or without PEFT.
-        device: where token ids go.
-    """
+    """Computes the last hidden states of a causal language model, whole or in chunks."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -162,11 +157,7 @@ class ChunkedForward:
         return range(count)
 
     def _layers(self) -> nn.ModuleList:
-        """The list of the decoder's layers.
-
-        Raises:
-            LookupError: the layers are not in one list.
-        """
+        """The list of the decoder's layers; LookupError if they are not in one list."""
         layers = decoder_layers(self.lm)
         if layers is None or not layers.complete:
             raise LookupError(f"the layers of {type(self.lm).__name__} are not in one list")

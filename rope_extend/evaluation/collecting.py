@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -20,67 +18,35 @@ Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
 
 
-def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]:
-    """The values of a cell of perplexity for JSON: arrays as base64, exact, and half as long as their digits.
+def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRow]:
+    """Put finished cells together as rows, on the documents that all of them have.
 
-    Args:
-        result: the perplexity on one document.
-        document: name of the document.
-    """
-    positions = {
-        name: None if array is None else _packed(array)
-        for name in ("nll_by_position", "scored_by_position")
-        for array in [getattr(result, name)]
-    }
-    return {"document": document, "result": {**result.to_dict(), **positions}}
-
-
-def _packed(array: np.ndarray[Any, Any]) -> str:
-    """The bytes of an array, little-endian, as base64, which `PerplexityResult.from_dict` reads."""
-    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
-
-
-def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[EvaluationRow], list[str]]:
-    """Put finished cells together: the rows, and the names of the documents that they are compared on.
-
-    Rows are compared on the same documents, which are known by their tokens: two files of one name in two
-    folders are two documents. Those that most rows have come first, and their number is the one that fills
-    most of the table: documents times the rows that have all of them. Rows that lack one of these are left
-    out. If no row has a document, those that answered prompts are the rows.
+    Documents are known by their tokens: two files of one name in two folders are two documents. Rows without
+    the first one are left out. If no row has a document, those that answered prompts are the rows.
 
     Args:
         cells: the values of finished cells.
         labels: the labels of the rows, in order.
     """
     cells = list(cells)
-    of_kind = {
-        kind: [values for values in cells if values["kind"] == kind] for kind in (PERPLEXITY, RETRIEVAL)
-    }
-    measured: dict[str, dict[str, PerplexityResult]] = {label: {} for label in labels}
-    names: dict[str, str] = {}
-    for values in of_kind[PERPLEXITY]:
-        result = PerplexityResult.from_dict(values["result"])
-        measured[values["label"]][result.data] = result
-        names.setdefault(result.data, values["document"])
-    rows_of = Counter(data for results in measured.values() for data in results)
-    documents = sorted(names, key=lambda data: -rows_of[data])  # stable: else in the order of cells
-    complete = {
-        count: [label for label in labels if measured[label].keys() >= {*documents[:count]}]
-        for count in range(1, len(documents) + 1)
-    }
-    count = max(complete, key=lambda each: (each * len(complete[each]), each), default=0)
-    shared = documents[:count]
-    answered = retrieved(of_kind[RETRIEVAL], labels)
+    measured: dict[str, dict[str, PerplexityResult]] = {}
+    for values in cells:
+        if values["kind"] == PERPLEXITY:
+            result = PerplexityResult.from_dict(values["result"])
+            measured.setdefault(values["label"], {})[result.data] = result
+    documents = next(([*measured[label]] for label in labels if label in measured), [])
+    begun = [label for label in labels if documents and documents[0] in measured.get(label, {})]
+    shared = [data for data in documents if all(data in measured[label] for label in begun)]
+    answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
     about = {values["label"]: values for values in cells}
-    rows = [
+    return [
         EvaluationRow(
             **{item.name: about[label][item.name] for item in fields(EvaluationRow) if item.name in _SUBJECT},
-            result=merged([measured[label][data] for data in shared]),
+            result=merged([measured[label][data] for data in shared]) if begun else PerplexityResult(),
             retrieval=answered.get(label, RetrievalResult()),
         )
-        for label in complete.get(count, answered)
+        for label in begun or answered
     ]
-    return rows, [names[data] for data in shared]
 
 
 _SUBJECT = ("label", "encoding", "model", "adapter", "trained_length", "rope_parameters", "target_length")
@@ -130,34 +96,16 @@ def _by_position(results: Sequence[PerplexityResult]) -> tuple[Any, Any]:
 
 
 def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:
-    """The retrieval of each row that answered a prompt, from cells of a few prompts each.
-
-    A trial of a row counts if the row has it at every depth, so that no depth counts more than another.
-
-    Args:
-        cells: the values of finished cells.
-        labels: the labels of the rows, in order.
-    """
-    depths: dict[tuple[str, int], dict[float | None, None]] = {}
-    found: dict[str, dict[tuple[str, int], dict[int, dict[float | None, Values]]]] = {
-        label: {} for label in labels
-    }
-    for values in cells:
-        for trial in values["trials"]:
-            key, depth = (trial["task"], trial["length"]), trial["depth"]
-            depths.setdefault(key, {})[depth] = None
-            found[values["label"]].setdefault(key, {}).setdefault(trial["trial"], {})[depth] = trial
+    """The retrieval of each row that answered a prompt, from cells of a few prompts each."""
     results = {}
-    for label, tasks in found.items():
-        own, groups = [cell for cell in cells if cell["label"] == label], []
-        for key, all_depths in depths.items():
-            trials = [
-                each for _, each in sorted(tasks.get(key, {}).items()) if each.keys() == all_depths.keys()
-            ]
-            groups += [_one_cell([each[depth] for each in trials]) for depth in all_depths if trials]
+    for label in labels:
+        own = [cell for cell in cells if cell["label"] == label]
+        groups: dict[tuple[str, int, float | None], list[Values]] = {}
+        for trial in sorted((trial for cell in own for trial in cell["trials"]), key=lambda it: it["trial"]):
+            groups.setdefault((trial["task"], trial["length"], trial["depth"]), []).append(trial)
         if groups:
             results[label] = RetrievalResult(
-                tuple(groups),
+                tuple(_one_cell(trials) for trials in groups.values()),
                 crop=own[0]["crop"],
                 seconds=sum(cell["seconds"] for cell in own),
                 forward_tokens=sum(cell["forward_tokens"] for cell in own),

@@ -1,15 +1,14 @@
 """Comparisons of two rows on the same documents or prompts, paired one by one; and those with the controls.
 
-Perplexity that falls with the length says little, because later parts of a text are easier for any working
-model. So each row is compared with the same model whose context is cropped to the trained window. And a
-method may do worse on short texts, for which the model needed no extension. So each is compared with plain
+Later parts of a text are easier for any working model, so each row is compared with the model whose context
+is cropped to the trained window. And a method may do worse on short texts, so each is compared with plain
 RoPE within the trained window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
@@ -59,17 +58,13 @@ class Comparison:
             "second": self.second.label,
             "differences": [change.to_dict() for change in self.differences],
             "changes": [
-                {"task": task, "length": length, **change.to_dict()} for task, length, change in self.changes
+                {"task": task, "length": length, **asdict(change)} for task, length, change in self.changes
             ],
         }
 
 
 def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
-    """Compare two rows at all lengths that both have, and in all tasks whose prompts both have.
-
-    Raises:
-        RopeExtendError: the rows have different tokens, protocols or prompts, or share nothing.
-    """
+    """Compare two rows at all lengths that both have, and in all tasks whose prompts both have."""
     rows = f"{first.label!r} and {second.label!r}"
     for what, a, b in (
         ("on different texts", first.result.data, second.result.data),
@@ -105,11 +100,7 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
 def differences(
     first: PerplexityResult, second: PerplexityResult, lengths: Sequence[int]
 ) -> list[Difference]:
-    """Compare two results on the same targets at these lengths; empty without sums by document.
-
-    Raises:
-        RopeExtendError: the two scored other targets at one of the lengths.
-    """
+    """Compare two results on the same targets at these lengths; empty without sums by document."""
     known = [n for n in lengths if n in first.document_nll and n in second.document_nll]
     for length in known:
         if first.document_terms[length] != second.document_terms[length]:
@@ -134,11 +125,7 @@ def pairs(
         first: rows of one run.
         second: rows of the other run, or of the same one.
         names: names of the two runs, which are added to equal labels.
-        rows: labels. None: all labels that both runs have, or the only row of each. One: the label in both
-            runs. Two: the label in the first run and the label in the second.
-
-    Raises:
-        RopeExtendError: no such row, or nothing to pair.
+        rows: labels, as in `compare_saved`.
     """
     by_label = [{row.label: row for row in run} for run in (first, second)]
     if len(rows) > 2:
@@ -189,9 +176,7 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     for row in rows:
         if row in bases or row.cropped:
             continue
-        first, second = (each.result.document_terms.get(trained) for each in (base, row))
-        same = _same_targets(row, base) and first == second
-        found = differences(base.result, row.result, [trained]) if same else []
+        found = differences(base.result, row.result, [trained]) if _same_targets(row, base) else []
         changes = [
             RetrievalChange(task, trained, rates)
             for task in row.retrieval.tasks
@@ -205,17 +190,16 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     """Compare each row with the untrained model whose context is cropped, beyond the trained window.
 
-    Empty if that control was not measured. Rows with other targets than the control are left out.
+    Empty if that control was not measured. Rows on other texts or of other protocols are left out.
     """
     controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
-    base = controls[0] if controls else None
-    if base is None or base.trained_length is None:
+    if not controls or controls[0].trained_length is None:
         return []
-    first, compared = base.result, []
+    base, trained = controls[0], controls[0].trained_length
+    compared = []
     for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
-        lengths = sorted(n for n in row.result.ppl.keys() & first.ppl.keys() if n > base.trained_length)
-        shared = [n for n in lengths if row.result.document_terms.get(n) == first.document_terms.get(n)]
-        if changes := differences(first, row.result, shared):
+        lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
+        if changes := differences(base.result, row.result, lengths):
             compared.append(Comparison(base, row, changes))
     return compared
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import yaml
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, ModelConfig, RetrievalConfig
 from rope_extend.evaluation.labels import from_here
-from rope_extend.evaluation.measurement import Measurement
+from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
@@ -54,13 +54,8 @@ def retrieve(
 ) -> list[EvaluationRow]:
     """Measure retrieval with each method, untrained, and with each adapter; write the report.
 
-    Every row answers the same prompts. The report also has `prompts.jsonl`. All else is as for `evaluate`.
-
-    Returns:
-        The rows of the tables; each has its `retrieval`.
-
-    Raises:
-        RopeExtendError: as `evaluate`, or a task that does not fit a length.
+    Every row answers the same prompts, and has its `retrieval`. The report also has `prompts.jsonl`. A task
+    that does not fit a length is refused. All else is as for `evaluate`.
     """
     return measure(config, resume=resume, overwrite=overwrite, progress=progress).rows
 
@@ -73,17 +68,10 @@ def measure(
     progress: bool = True,
     lead: Callable[[Found], Section] | None = None,
 ) -> Found:
-    """Run a measurement, and write its report if the config has a directory for it.
+    """Run a measurement, and write its report if the config has a directory for it; see `evaluate`.
 
     Args:
-        config: what to measure, and how.
-        resume: use what is measured in the output directory.
-        overwrite: replace what is measured in the output directory.
-        progress: show progress.
-        lead: what the report begins with.
-
-    Raises:
-        RopeExtendError: see `evaluate`.
+        lead: makes the section that the report begins with.
     """
     if config.output is None and (resume or overwrite):
         raise RopeExtendError(
@@ -94,13 +82,16 @@ def measure(
         directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
     measurement = Measurement(config)
 
-    def report(found: Found) -> None:
+    def report(found: Found) -> Found:
+        first = [lead(found)] if lead else []
+        if found.missing:
+            first.append(Section("Not measured yet", notes=counted_by_row(found.missing)))
         if directory is not None and found.rows and is_main_process():
-            first = [*([lead(found)] if lead else []), *found.lead]
             write_report(
                 found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
                 end=[how_it_was_made(config)],
             )  # fmt: skip
+        return replace(found, lead=first)
 
     return run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress, report=report)
 
@@ -108,24 +99,17 @@ def measure(
 def how_it_was_made(config: ModelConfig) -> Code:
     """The last part of a report: the settings that made it, as YAML for the same command.
 
-    Paths are as seen from the working directory. Of a path outside it, only the last part is shown, because
-    reports are published, and a comment says so.
+    Reports are published, so of a path outside the working directory only the last part is shown.
     """
-    values, notes = config.to_dict(), []
+    values = config.to_dict()
     changed = {
         each.name: values[each.name] for each in fields(config) if getattr(config, each.name) != each.default
     }
     for name in ("model", "adapters", "methods", "data", "output"):
         given = changed.get(name) or []
-        seen = [from_here(text) for text in (given if isinstance(given, list) else [given])]
-        shown = [*map(public_name, seen)]
-        notes += [
-            f"# {' '.join(public.split())} stands for a path in another directory: put yours"
-            for public, text in zip(shown, seen, strict=True)
-            if public != text
-        ]
-        if shown:
-            changed[name] = shown if isinstance(given, list) else shown[0]
+        if isinstance(given, list):
+            changed |= {name: [public_name(from_here(text)) for text in given]} if given else {}
+        else:
+            changed[name] = public_name(from_here(given))
     file = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).rstrip("\n")
-    lines = [f"# rope-extend {config.command} settings.yaml", *notes, file]
-    return Code("The settings that made this report", "\n".join(lines))
+    return Code("The settings that made this report", f"# rope-extend {config.command} settings.yaml\n{file}")

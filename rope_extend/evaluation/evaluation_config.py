@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from rope_extend.checks import FLAG, Kind, choice, or_word, require
 from rope_extend.config import (
@@ -26,7 +26,7 @@ from rope_extend.config import (
     or_auto,
 )
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.prompts import CHAT, PromptOptions, depths_from
+from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
 from rope_extend.evaluation.protocols import WindowSettings, protocol_named
 from rope_extend.evaluation.tasks import TASKS, TEMPLATES
 from rope_extend.method_names import check_method_name
@@ -58,14 +58,6 @@ def _tasks(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(choice(*TASKS).parse, items(value))))
 
 
-def _device_map(value: Any) -> str | dict[str, Any]:
-    require(value in DEVICE_MAPS if isinstance(value, str) else isinstance(value, Mapping))
-    if isinstance(value, str):
-        return value
-    # A `torch.device` counts by its name, which YAML has too.
-    return {name: device if isinstance(device, int) else str(device) for name, device in value.items()}
-
-
 def _chat(value: Any) -> str:
     if isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
         value = "on" if value else "off"
@@ -76,30 +68,9 @@ def _chat(value: Any) -> str:
 _NAMES = Kind("a list of names or paths", _names, plain=True)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-_DEVICE_MAP = Kind(
-    f"one of {', '.join(DEVICE_MAPS)}, or a device for each module by name", _device_map, plain=True
-)
 DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
-
-
-class Prompts(NamedTuple):
-    """The prompts of a measurement.
-
-    Attributes:
-        tasks: names of the tasks.
-        lengths: tokens of the prompts.
-        options: depths, number of trials, seed and chat template.
-        template: form of the passkey task; None for that of the model.
-        unasked: the one length that nobody asked for, which is left out for a task that does not fit it.
-    """
-
-    tasks: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()
-    options: PromptOptions = PromptOptions()
-    template: str | None = None
-    unasked: int | None = None
 
 
 DEPTHS, TRIALS = 5, 4
@@ -108,12 +79,7 @@ DEPTHS, TRIALS = 5, 4
 
 @dataclass(frozen=True)
 class ModelConfig(Config):
-    """Settings that both evaluations share: the model, the rows to compare, and how the model is loaded.
-
-    Raises:
-        RopeExtendError: a value of the wrong type or outside its range, no such model or method, or nothing
-            to compare.
-    """
+    """Settings that all measurements share: the model, the rows to compare, and how the model is loaded."""
 
     model: Annotated[str, MODEL, "directory or hub id of the checkpoint"]
     adapters: Annotated[tuple[str, ...], _NAMES, "directories of adapters of this model, one row each"] = ()
@@ -144,8 +110,8 @@ class ModelConfig(Config):
     split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
     device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
     device_map: Annotated[
-        str | dict[str, Any] | None,
-        _DEVICE_MAP,
+        str | None,
+        choice(*DEVICE_MAPS),
         "strategy that spreads the model over all GPUs, then over host memory and disk: "
         f"{', '.join(DEVICE_MAPS)}",
     ] = None
@@ -174,7 +140,7 @@ class ModelConfig(Config):
     ] = True
 
     # What not all measurements have as a setting.
-    documents = planned = planned_maps = True
+    documents = planned = True
     protocol = "prefix"
     chunk = max_tokens = cast("int | None", None)
 
@@ -197,13 +163,7 @@ class ModelConfig(Config):
             )
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
-        """The prompts that each row answers.
-
-        Args:
-            lengths: the lengths of the rows, in tokens.
-            trained: the trained window in tokens.
-            extended: whether some row is extended, and so is compared with one that is not.
-        """
+        """The prompts that each row answers; `extended` says whether some row is extended."""
         raise NotImplementedError
 
     @property
@@ -226,11 +186,7 @@ class ModelConfig(Config):
         return None if item.default == () or isinstance(item.default, bool) else super().default_text(item)
 
     def load_options(self) -> LoadOptions:
-        """How the model is loaded.
-
-        Raises:
-            RopeExtendError: two options contradict each other, or this machine does not support one.
-        """
+        """How the model is loaded."""
         import torch
 
         from rope_extend.models.load_options import LoadOptions
@@ -251,12 +207,7 @@ LOAD_FIELDS = ("device", "device_map", "dtype", "attention", "quantize", "limit_
 
 @dataclass(frozen=True)
 class EvaluationConfig(ModelConfig):
-    """Settings of a perplexity evaluation: `rope_extend.evaluate` and `rope-extend evaluate`.
-
-    Raises:
-        RopeExtendError: a value of the wrong type or outside its range, no such protocol, or a setting that
-            the protocol does not have.
-    """
+    """Settings of a perplexity evaluation: `rope_extend.evaluate` and `rope-extend evaluate`."""
 
     protocol: Annotated[str, TEXT, "how perplexity is measured, see below"] = "prefix"
     window: Annotated[int | None, LENGTH, "tokens of context, for the protocol cropped"] = None
@@ -314,9 +265,8 @@ class EvaluationConfig(ModelConfig):
         trials = self.retrieval
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
-        options = PromptOptions(depths_from(DEPTHS), int(trials))
-        unasked = None if trained in more else trained
-        asked = Prompts(("passkey",), tuple(sorted({trained, *more})), options, unasked=unasked)
+        unasked, lengths = None if trained in more else trained, tuple(sorted({trained, *more}))
+        asked = Prompts(("passkey",), lengths, depths_from(DEPTHS), int(trials), unasked=unasked)
         return asked if trials else Prompts()
 
     @property
@@ -353,18 +303,13 @@ class PromptConfig(ModelConfig):
 
     def asked(self, lengths: Iterable[int], unasked: int | None = None) -> Prompts:
         """The prompts of these lengths."""
-        options = PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
-        asked = Prompts(self.tasks, tuple(sorted(lengths)), options, self.template, unasked)
-        return asked if self.tasks else Prompts()
+        how = (depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
+        return Prompts(self.tasks, tuple(sorted(lengths)), *how, unasked) if self.tasks else Prompts()
 
 
 @dataclass(frozen=True)
 class RetrievalConfig(PromptConfig):
-    """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`.
-
-    Raises:
-        RopeExtendError: a value of the wrong type or outside its range.
-    """
+    """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`."""
 
     documents = planned = False
 
@@ -372,11 +317,7 @@ class RetrievalConfig(PromptConfig):
     label: ClassVar[str] = "retrieval"
 
     def check_early(self) -> None:
-        """Check that there is a task.
-
-        Raises:
-            RopeExtendError: there is none.
-        """
+        """Check that there is a task."""
         if not self.tasks:
             raise RopeExtendError(f"retrieval: tasks is empty; name one of {', '.join(TASKS)}")
 
@@ -392,11 +333,7 @@ METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope
 
 @dataclass(frozen=True)
 class StudyConfig(PromptConfig):
-    """Settings of a report on one model: `rope_extend.compare_methods` and `rope-extend report`.
-
-    Raises:
-        RopeExtendError: a value of the wrong type or outside its range, or nothing to measure.
-    """
+    """Settings of a report on one model: `rope_extend.compare_methods` and `rope-extend report`."""
 
     target_length: Annotated[
         int | None, LENGTH, "the window to reach, in tokens; every method extends the model to it"
@@ -406,18 +343,13 @@ class StudyConfig(PromptConfig):
         tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
-    planned_maps = False
 
     command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"
     examples: ClassVar[str] = "configs/results/"
 
     def check_early(self) -> None:
-        """Check the lengths against the target.
-
-        Raises:
-            RopeExtendError: no target, or a length beyond it.
-        """
+        """Check the lengths against the target."""
         if self.target_length is None:
             raise RopeExtendError(
                 "report: missing target_length; add to the YAML file, or give --target-length"

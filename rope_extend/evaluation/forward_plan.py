@@ -47,7 +47,6 @@ class Window(Need):
     """How a window is processed, and the memory and time that it needs.
 
     Attributes:
-        length: length of the window in tokens.
         chunk_size: tokens that are processed at a time.
         strategy: "in one pass", "layer by layer" or "with a cache".
     """
@@ -83,11 +82,7 @@ class ForwardPlan:
         return self.lengths[-1]
 
     def check(self) -> None:
-        """Refuse a length that does not fit.
-
-        Raises:
-            RopeExtendError: a length does not fit; the message names the longest that does.
-        """
+        """Refuse a length that does not fit, and name the longest that does."""
         failing = next((window for window in self.lengths if not self.budget.fits(window)), None)
         if failing is None:
             return
@@ -130,22 +125,15 @@ def plan_forward(
 
     Args:
         model: a checkpoint's directory or hub id, of which only the config is read.
-        lengths: lengths of the windows in tokens.
-        load_options: where and how the model will be loaded.
         empty: the model on the meta device, if it exists already.
         encodings: the encodings that will be used; the one that needs most memory counts. None stands for the
             checkpoint's own.
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
-        trained_length: the pretrained window in tokens, if the config does not have it.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
-
-    Raises:
-        RopeExtendError: no such checkpoint, the model cannot be loaded with these options, or no lengths of
-            2 tokens or above.
     """
     sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
@@ -173,11 +161,9 @@ def plan_forward(
 
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     """Equal for encodings that need the same memory."""
-    if encoding is None:
-        return (False,)
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
         return (encoding.rotates_in_attention,)
-    return type(encoding), encoding.depends_on_length
+    return type(encoding), getattr(encoding, "depends_on_length", False)
 
 
 @contextmanager

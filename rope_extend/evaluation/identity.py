@@ -15,21 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.checkpoint.peft_models import tuner_layers
-from rope_extend.errors import UnsupportedModelError
 from rope_extend.journal import Identity
 from rope_extend.models.view import unwrap
-from rope_extend.patching import Patch, current_patch
+from rope_extend.patching import current_patch
 
 _NOT_IN_CONFIG = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Values of a config on which no result depends, or that have an entry of their own."""
-
-
-def active_patch(model: nn.Module) -> Patch | None:
-    """The patch of a model; None also for modules that are not models of transformers."""
-    try:
-        return current_patch(model)
-    except UnsupportedModelError:
-        return None
 
 
 def model_identity(model: nn.Module) -> Identity:
@@ -38,12 +29,8 @@ def model_identity(model: nn.Module) -> Identity:
     Its position encoding and the rotary shape it is based on, its config, its dtype, every bit of its
     weights, and how its adapters act. It is the same on any device, and for any attention implementation.
     """
-    try:
-        lm = unwrap(model)
-    except UnsupportedModelError:  # any module can be measured
-        lm = None
-    patch = active_patch(model)
-    config = {} if lm is None else lm.config.to_dict()
+    lm, patch = unwrap(model), current_patch(model)
+    config = lm.config.to_dict()
     counted = config.keys() - _NOT_IN_CONFIG
     named = {name: config[name] for name in sorted(counted) if config[name] is not None}
     adapters = [
@@ -54,7 +41,7 @@ def model_identity(model: nn.Module) -> Identity:
         "encoding": patch.encoding.to_dict() if patch else config.get("rope_parameters"),
         "shape": asdict(patch.shape) if patch else None,
         "config": _digest(named),
-        "dtype": None if lm is None else str(lm.dtype),
+        "dtype": str(lm.dtype),
         "weights": _digest([*_weights(model)]),
         "adapters": _digest(adapters) if adapters else None,
     }

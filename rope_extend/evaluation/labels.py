@@ -8,18 +8,14 @@ from pathlib import Path
 from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import composed_name
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN
+from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.method_names import method_names
 from rope_extend.report.tables import public_name
 from rope_extend.units import format_length
 
 
 def distinct_names(directories: Sequence[str | Path]) -> list[str]:
-    """Names of directories: the ends of their paths, with as many parts as are needed to tell them apart.
-
-    The same directory gets the same name. `results.jsonl` has the name of its directory.
-    """
+    """Names of directories: the ends of their paths, with as many parts as are needed to tell them apart."""
     paths = [Path(directory).resolve() for directory in directories]
     paths = [path.parent if path.name == RESULTS else path for path in paths]
     for count in range(1, max((len(path.parts) for path in paths), default=1)):
@@ -30,12 +26,7 @@ def distinct_names(directories: Sequence[str | Path]) -> list[str]:
 
 
 def distinct_labels(labels: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The labels of rows; those that occur more than once get a name in brackets.
-
-    Args:
-        labels: one for each row.
-        names: one for each row, such as the name of its run.
-    """
+    """The labels of rows; those that occur more than once get a name in brackets, such as that of a run."""
     return [
         f"{label} ({name})" if labels.count(label) > 1 else label
         for label, name in zip(labels, names, strict=True)
@@ -51,17 +42,8 @@ def from_here(name: str) -> str:
 
 
 def method_labels(methods: Collection[str]) -> dict[str, str]:
-    """Labels of untrained rows: the name of the method, or the end of the path of a saved encoding.
-
-    Raises:
-        RopeExtendError: the same path is given twice.
-    """
-    known = {*method_names(), PLAIN, AS_IS}
+    """Labels of untrained rows: the name of the method, or the end of the path of a saved encoding."""
     short = [public_name(from_here(method)) for method in methods]
-    short = [  # the path of a saved encoding gets no label of a method
-        f"saved {name}" if name in known and method not in known else name
-        for name, method in zip(short, methods, strict=True)
-    ]
     labels = dict(zip(methods, distinct_labels(short, distinct_names([*methods])), strict=True))
     twice = [method for method, label in labels.items() if [*labels.values()].count(label) > 1]
     if twice:
@@ -73,15 +55,12 @@ def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
     """Labels of adapters such as `yarn + LoRA`, or `none + LoRA at 256` for plain RoPE.
 
     Adapters with equal labels also get the name of their directory, with as much of its path as is needed.
-
-    Raises:
-        RopeExtendError: the same directory is given twice.
     """
-    labels = []
-    for record in records.values():
-        labels.append(f"{composed_name(record.encoding)} + LoRA")
-        if record.encoding.name == PLAIN:
-            labels[-1] += f" at {format_length(record.target_length)}"
+    labels = [
+        f"{composed_name(record.encoding)} + LoRA"
+        + (f" at {format_length(record.target_length)}" if record.encoding.name == PLAIN else "")
+        for record in records.values()
+    ]
     names = distinct_names([*records])
     twice = [adapter for adapter, name in zip(records, names, strict=True) if names.count(name) > 1]
     if twice:

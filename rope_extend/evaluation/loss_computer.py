@@ -7,6 +7,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from rope_extend.evaluation.protocols import Window
 from rope_extend.evaluation.results import Losses
 from rope_extend.loss import causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
+from rope_extend.models.load_options import input_device
 from rope_extend.models.view import length_groups
 from rope_extend.units import parse_length
 
@@ -96,9 +98,6 @@ class LossComputer:
             ids: its token ids, int64 `[T]`.
             passes: the windows of each pass.
             bos: token that replaces the first token of every window; None for no replacement.
-
-        Raises:
-            RopeExtendError: memory runs out with the smallest chunks too.
         """
         while True:
             progress = self.bar.n
@@ -201,6 +200,24 @@ class LossComputer:
             return len(length_groups(self.model, [size, tokens])) == 1
         except UnsupportedModelError:  # an unknown family, whose tables may depend on the length
             return False
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[torch.device]:
+    """Put a model into evaluation mode, and yield its device; afterwards each module has its old mode.
+
+    Also resets the peak of CUDA's memory statistics.
+    """
+    modes = {module: module.training for module in model.modules()}
+    device = input_device(model)
+    try:
+        model.eval()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        yield device
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -19,7 +18,7 @@ from transformers import AutoTokenizer
 from rope_extend.checkpoint.manifest import adapter_digests, check_directory
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
-from rope_extend.encodings import RemapEncoding, encoding
+from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.cells import (
@@ -57,11 +56,6 @@ class Measurement:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
         load_options: how the model is loaded; by default as in `config`.
-
-    Raises:
-        RopeExtendError: no such model, adapter, method or data, an adapter that is incomplete or damaged,
-            texts that are too short, a task that does not fit a length, or a length that does not fit into
-            memory.
     """
 
     def __init__(
@@ -73,24 +67,23 @@ class Measurement:
         for adapter, record in candidates.records.items():
             check_directory(Path(adapter), record.weights, record.configs)
         self.trained = candidates.trained_length
+        extends = candidates.lengths[-1] > self.trained
         plain = candidates.plain_methods
         extended = len(candidates.encodings) + len(candidates.records) > len(plain)
-        extended &= bool(plain) or self._extends
+        extended &= bool(plain) or extends
         self.asked = config.prompts(candidates.lengths, self.trained, extended=extended)
         self.rule = protocol_named(config.protocol)
         self.lengths = list(candidates.lengths)
-        if self.rule.nested and self._extends:  # a control, which comes with the same pass
+        if self.rule.nested and extends:  # a control, which comes with the same pass
             self.lengths = sorted({*self.lengths, self.trained})
         self.settings = self.rule.check_settings(config.window_settings, self.lengths)
-        same = config.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
-        self.crops = config.cropped and self._extends and same
+        self.crops = config.cropped and extends and config.protocol == "prefix"
         self.rows = self._rows(config.documents, config.cropped)
         measured = {*candidates.encodings, *candidates.records}  # all but controls
         whole = [row for row in self.rows if row.crop is None and (row.method or row.adapter) in measured]
         self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
         self.plan = self._plan() if config.planned else None
         if self.plan is not None and texts:
-            logger.info("%s", self.plan)
             self.plan.check()
         self.documents: list[Document] = []
         self.tasks: dict[str, Task] = {}
@@ -99,10 +92,6 @@ class Measurement:
             self.tokenizer = pretrained(AutoTokenizer, candidates.name)
             self.documents = self._documents()
             self._write_prompts()
-
-    @property
-    def _extends(self) -> bool:
-        return self.candidates.lengths[-1] > self.trained
 
     def _pass_lengths(self) -> list[list[int]]:
         """The length of each pass over a document, of each method and then of each adapter.
@@ -122,14 +111,9 @@ class Measurement:
         encodings = [
             each for name, each in candidates.encodings.items() if each is not None and name != PLAIN
         ]
-        lengths = {*self.lengths}
-        if not config.planned_maps:
-            encodings = [each for each in encodings if not isinstance(each, RemapEncoding)]
-            lengths = {self.lengths[-1], self.trained, *self.asked.lengths}
-            lengths.update(*self.passes.values())
         return plan_forward(
             candidates.name,
-            sorted(lengths),
+            self.lengths,
             load_options=candidates.load_options,
             empty=candidates.empty,
             encodings=[None, *encodings],
@@ -171,7 +155,7 @@ class Measurement:
         for task in tasks:
             for length in asked.lengths:
                 try:
-                    prompts = make_prompts(task, self.tokenizer, length, asked.options)
+                    prompts = make_prompts(task, self.tokenizer, length, asked)
                 except RopeExtendError as error:
                     if length != asked.unasked:
                         raise
@@ -227,9 +211,10 @@ class Measurement:
     def _windows(self, row: Row, tokens: int) -> list[int]:
         """The tokens of each window of a row on a document."""
         rule, settings, longest = self.rule, self.settings, self.lengths[-1]
-        passes = self.passes[row] if row.crop is None else [row.crop]
-        if row.crop is not None and rule.nested:
+        if row.crop is not None:
             rule, settings, passes = PROTOCOLS["cropped"], {"window": row.crop}, [longest]
+        else:
+            passes = self.passes[row]
         return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
 
     def cells(self) -> list[Cell]:
@@ -287,35 +272,9 @@ class Measurement:
         finished = finished_in(directory)
         return [cell for cell in self.cells() if cell.digest not in finished]
 
-    def _expected(self) -> list[Cell]:
-        """As many cells as the config asks for, without texts."""
-        config, asked, options, cells = self.config, self.asked, self.asked.options, list[Cell]()
-        tokens = config.max_tokens or self.lengths[-1] + self.rule.extra_tokens
-        for row in self.rows:
-            if config.documents:
-                windows = self._windows(row, tokens)
-                work, total = sum(map(self._seconds, windows)), sum(windows)
-                for number in range(self.config.max_documents or 1):
-                    cells.append(Cell(PERPLEXITY, row, number, number, work, total, {}))
-            for length in (length for length in asked.lengths if self._answers(row, length)):
-                work, total = self._seconds(length) * len(options.depths), length * len(options.depths)
-                for trial in range(options.trials):
-                    cells += [Cell(RETRIEVAL, row, trial, trial, work, total, {})] * len(asked.tasks)
-        return sorted(cells, key=lambda cell: cell.round)
-
-    def work_text(self, missing: Sequence[Cell] | None = None) -> str:
-        """What will be measured, and its estimated time; then what the budget leaves for later.
-
-        Args:
-            missing: the cells that are not finished; by default none is.
-
-        Raises:
-            RopeExtendError: there is a budget but no estimate of the time, or not even one cell fits.
-        """
-        cells = missing
-        if cells is None:
-            cells = self.cells() if self.documents or self.batches else self._expected()
-        elif not cells:
+    def work_text(self, cells: Sequence[Cell]) -> str:
+        """What will be measured, and its estimated time."""
+        if not cells:
             return "nothing is missing: everything is measured"
 
         def timed(words: str, work: Sequence[Cell]) -> str:
@@ -328,20 +287,6 @@ class Measurement:
                 counted = f"{kind}: {rows} row{'' if rows == 1 else 's'}, {len(work)} {words} in all"
                 lines.append(timed(counted, work))
         lines.append(timed("in all", cells))
-        budget = self.config.budget
-        if budget is not None and self.plan is not None:
-            within = sum(total <= budget for total in accumulate(cell.work for cell in cells))
-            if not within:
-                raise RopeExtendError(
-                    f"a budget of {format_duration(budget)} is too short: the first of {len(cells)} "
-                    f"measurements takes about {format_duration(cells[0].work)}; allow more time, or use "
-                    "shorter lengths"
-                )
-            if within < len(cells):
-                lines.append(
-                    f"within the budget of {format_duration(budget)}: {within} of {len(cells)} "
-                    f"measurements; left for --resume: {', '.join(counted_by_row(cells[within:]))}"
-                )
         return "\n".join(lines)
 
 

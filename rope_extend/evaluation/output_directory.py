@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.cells import holds_cells
+from rope_extend.evaluation.cells import our_parts
 from rope_extend.evaluation.tasks import TASKS
 from rope_extend.files import check_creatable
 from rope_extend.report.page import PAGE, TEXT
@@ -25,16 +25,11 @@ FILES = (
 
 
 def check_measurement(directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
-    """Check that a measurement can use a directory; call it before the measurement.
-
-    Raises:
-        RopeExtendError: as `check_files`, or the directory holds a measurement and neither `overwrite` nor
-            `resume` is set, or both are.
-    """
+    """Check that a measurement can use a directory; call it before the measurement."""
     if overwrite and resume:
         raise RopeExtendError("resume uses what is on disk and overwrite replaces it; choose one of them")
     directory = check_files(directory, ())
-    begun = holds_cells(directory)
+    begun = bool(our_parts(directory))
     if begun and not (overwrite or resume):
         raise RopeExtendError(
             f"{str(directory)!r} holds a measurement; give resume=True to measure what is missing, or "
@@ -44,12 +39,7 @@ def check_measurement(directory: str | Path, *, overwrite: bool = False, resume:
 
 
 def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
-    """Check that files can be written to a directory, which may be missing, and replace others only if asked.
-
-    Raises:
-        RopeExtendError: the directory is a file or cannot be written to, it has a link instead of our cells,
-            or it has one of the files and `overwrite` is not set.
-    """
+    """Check that files can be written to a directory, which may be missing; none is replaced unasked."""
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise RopeExtendError(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Unpack
+from numbers import Integral
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -20,9 +21,12 @@ import torch
 from rope_extend.data.documents import Document, fingerprint
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.document_arguments import DocumentLike, documents_from
-from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, peak_memory_bytes
+from rope_extend.evaluation.loss_computer import (
+    LossComputer,
+    RunOptions,
+    evaluation_mode,
+    peak_memory_bytes,
+)
 from rope_extend.evaluation.protocols import (
     Protocol,
     Settings,
@@ -38,6 +42,10 @@ from rope_extend.progress import progress_bar
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
+
+
+DocumentLike: TypeAlias = "Document | torch.Tensor | Sequence[int] | str"
+"""A document, its token ids as a 1-D tensor or a list, or its text."""
 
 
 def perplexity(
@@ -90,7 +98,7 @@ def perplexity(
     sizes = window_lengths(lengths)
     rule = protocol_named(protocol)
     tokens = rule.check_settings(settings, sizes)
-    candidates = documents_from(documents, tokenizer)
+    candidates = _documents(documents, tokenizer)
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
     _check_vocabulary(texts, lm)
@@ -246,3 +254,47 @@ def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
             f"the documents contain token {highest}, but the model has {rows} tokens: they were tokenized "
             "for another model; tokenize them with this model's tokenizer"
         )
+
+
+def _documents(
+    documents: DocumentLike | Iterable[DocumentLike], tokenizer: Any | None = None
+) -> list[Document]:
+    """Documents from one value or from several, such as a batch `[B, T]`."""
+    several: Any = documents
+    if isinstance(documents, torch.Tensor | np.ndarray):
+        several = documents if documents.ndim == 2 else [documents]  # a batch, or one
+    elif isinstance(documents, Document | Mapping | str) or not isinstance(documents, Iterable):
+        several = [documents]
+    elif isinstance(documents, Sequence) and documents:
+        several = [documents] if all(isinstance(item, Integral) for item in documents) else documents
+    return [_document(each, number, tokenizer) for number, each in enumerate(several)]
+
+
+def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
+    name = f"document {number}"
+    if isinstance(value, Document):
+        return value
+    if isinstance(value, str):
+        if tokenizer is None:
+            raise RopeExtendError(
+                f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
+            )
+        value = tokenizer(value, verbose=False)["input_ids"]
+    if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
+        hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
+        raise RopeExtendError(
+            f"{name}: documents must be a Document, a 1-D tensor or list of token ids, a string with "
+            f"tokenizer=, or a list of these; got {type(value).__name__}{hint}"
+        )
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise RopeExtendError(f"{name}: token ids must be whole numbers of 64 bits; {error}") from error
+    if ids.shape == (0,):  # torch takes an empty list for float32
+        ids = ids.to(torch.int64)
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise RopeExtendError(
+            f"{name}: token ids must be a 1-D tensor of whole numbers; got {ids.dtype} of shape "
+            f"{tuple(ids.shape)}; pass a batch as a list of its rows"
+        )
+    return Document(name, ids.detach().to("cpu", torch.int64))

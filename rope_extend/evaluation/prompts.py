@@ -21,11 +21,7 @@ CHAT = ("auto", "on", "off")
 
 
 def depths_from(depths: object) -> tuple[float, ...]:
-    """Depths from their number, evenly spread from 0 to 1 (one depth is 0.5), or from a list of them.
-
-    Raises:
-        RopeExtendError: no depth, or a depth outside 0 … 1.
-    """
+    """Depths from their number, evenly spread from 0 to 1 (one depth is 0.5), or from a list of them."""
     values: list[float] = []
     if isinstance(depths, int) and not isinstance(depths, bool):
         values = [0.5] if depths == 1 else [round(n / (depths - 1), 6) for n in range(depths)]
@@ -41,20 +37,28 @@ def depths_from(depths: object) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """How the prompts of a retrieval measurement are written.
+class Prompts:
+    """The prompts of a retrieval measurement.
 
     Attributes:
+        tasks: names of the tasks; empty for no prompts.
+        lengths: tokens of the prompts.
         depths: depths of the needles, ascending.
         trials: prompts at each depth.
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
+        template: form of the passkey task; None for that of the model.
+        unasked: the one length that nobody asked for, which is left out for a task that does not fit it.
     """
 
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
     depths: tuple[float, ...] = depths_from(5)
     trials: int = 10
     seed: int = 0
     chat: str = "auto"
+    template: str | None = None
+    unasked: int | None = None
 
     def trials_of(self, task: Task) -> list[tuple[float | None, int]]:
         """The depth and number of each trial at a length, the first trial of all depths first.
@@ -76,7 +80,6 @@ class Draft:
         question: text after the context.
         lead: beginning of the answer, which the model continues.
         answers: the expected answers.
-        needle: the part of the context at the depth; None for tasks without a depth.
     """
 
     opening: str
@@ -84,7 +87,6 @@ class Draft:
     question: str
     lead: str
     answers: tuple[str, ...]
-    needle: str | None = None
 
     def request(self, size: int, dots: int = 0) -> str:
         """The prompt without the lead; `dots` is the number of meaningless tokens after the context."""
@@ -98,7 +100,6 @@ class Prompt:
     """The prompt of one trial.
 
     Attributes:
-        task: the task's name.
         length: tokens of the prompt plus the tokens reserved for the answer.
         depth: requested depth of the needle, 0 at the start of the context and 1 at its end; None for tasks
             without a depth.
@@ -106,7 +107,6 @@ class Prompt:
         text: text of the prompt, including the tokens of the chat template.
         answers: the expected answers.
         tokens: tokens of the prompt: exactly `length` minus the tokens reserved for the answer.
-        distance: tokens from the start of the needle to the end of the prompt: the k of 2306.15595.
         chat: whether `text` uses the tokenizer's chat template.
     """
 
@@ -117,7 +117,6 @@ class Prompt:
     text: str
     answers: tuple[str, ...]
     tokens: int
-    distance: int | None
     chat: bool
 
     def visible(self, crop: int | None) -> int:
@@ -180,11 +179,7 @@ class Task(ABC):
 
 
 def uses_chat(tokenizer: Any, chat: str = "auto") -> bool:
-    """Whether prompts use the tokenizer's chat template: `auto` uses it if it exists.
-
-    Raises:
-        RopeExtendError: `on` without a template.
-    """
+    """Whether prompts use the tokenizer's chat template: `auto` uses it if it exists."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if chat == "on" and not has_template:
         raise RopeExtendError("chat is on, but the tokenizer has no chat template; use auto or off")
@@ -207,18 +202,11 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
     return ids[-tokens:]
 
 
-def make_prompts(
-    task: Task, tokenizer: Any, length: int, options: PromptOptions | None = None
-) -> list[Prompt]:
-    """All prompts of a task at a length, the first trial of all depths first.
-
-    Raises:
-        RopeExtendError: the task does not fit the length.
-    """
-    options = options or PromptOptions()
+def make_prompts(task: Task, tokenizer: Any, length: int, asked: Prompts) -> list[Prompt]:
+    """All prompts of a task at a length, the first trial of all depths first."""
     return [
-        make_prompt(task, tokenizer, length, depth, trial, seed=options.seed, chat=options.chat)
-        for depth, trial in options.trials_of(task)
+        make_prompt(task, tokenizer, length, depth, trial, seed=asked.seed, chat=asked.chat)
+        for depth, trial in asked.trials_of(task)
     ]
 
 
@@ -237,16 +225,11 @@ def make_prompt(
     The tokens reserved for the answer count, as in RULER: a prompt at the length of a window stays within it.
 
     Args:
-        task: kind of prompt.
-        tokenizer: the model's tokenizer.
         length: tokens of prompt and answer.
         depth: depth of the needle, 0 … 1, rounded to the nearest end of a sentence.
         trial: number of the trial; another number draws another prompt.
         seed: random seed. The prompt follows from it and all of the above.
         chat: `auto`, `on` or `off`; see `uses_chat`.
-
-    Raises:
-        RopeExtendError: the task does not fit this length, or a value is out of range.
     """
     if depth is not None and not 0 <= depth <= 1:
         raise RopeExtendError(f"depth must be between 0 and 1, got {depth}")
@@ -278,10 +261,7 @@ def make_prompt(
             f"the task {task.name} could not be written in exactly {prompt_tokens} tokens of this tokenizer; "
             "try a slightly different length"
         )
-    distance = None
-    if depth is not None and draft.needle is not None:
-        distance = prompt_tokens - count(text[: text.index(draft.needle)])
-    return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, distance, use_chat)
+    return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, use_chat)
 
 
 def _fit(write: Callable[[int, int], str], count: Callable[[str], int], target: int) -> str | None:

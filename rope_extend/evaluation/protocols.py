@@ -27,13 +27,9 @@ class WindowSettings(TypedDict, total=False):
 
 
 def window_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex]) -> list[int]:
-    """Lengths of windows in tokens, ascending and each once.
-
-    Raises:
-        RopeExtendError: no length, or one below 2 tokens: nothing predicts the first token of a window.
-    """
+    """Lengths of windows in tokens, ascending and each once."""
     sizes = parse_lengths(lengths)
-    if not sizes or sizes[0] < 2:
+    if not sizes or sizes[0] < 2:  # nothing predicts the first token of a window
         raise RopeExtendError(f"lengths must be one or more numbers of tokens, 2 or above; got {lengths!r}")
     return sizes
 
@@ -86,8 +82,6 @@ class Protocol:
         bos: whether each window begins with the BOS token instead of its own first token, if the documents
             begin with it.
         extra_tokens: tokens beyond N that a document needs.
-        same_targets: whether every N scores the same targets, if the settings allow it: `shares_targets`.
-            Then a shorter N is the control for a longer one: the same text with less context.
     """
 
     name: str
@@ -100,22 +94,9 @@ class Protocol:
     nested: bool = False
     bos: bool = False
     extra_tokens: int = 0
-    same_targets: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
-
-    def shares_targets(self, settings: Settings, shortest: int) -> bool:
-        """Whether every N from `shortest` on scores the same targets.
-
-        Windows that do not overlap never score their first token. So the stride must be below every N.
-
-        Args:
-            settings: all settings of the protocol, in tokens.
-            shortest: the shortest N, in tokens.
-        """
-        overlap = settings.get("stride", 0) < shortest
-        return self.same_targets and overlap and settings.get("last", 0) <= shortest
 
     def check_settings(
         self, settings: WindowSettings | Mapping[str, int | str | None], lengths: Sequence[int]
@@ -125,10 +106,6 @@ class Protocol:
         Args:
             settings: by name; None is the same as a missing entry.
             lengths: lengths at which perplexity will be measured, in tokens; empty if not known yet.
-
-        Raises:
-            RopeExtendError: a setting that the protocol does not have, a required one that is missing, or a
-                value out of range.
         """
         values: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
         for name in values.keys() - self.settings.keys():
@@ -153,11 +130,7 @@ class Protocol:
 
 
 def protocol_named(name: str) -> Protocol:
-    """Look up a protocol by name.
-
-    Raises:
-        RopeExtendError: no such protocol; the message names the nearest one.
-    """
+    """Look up a protocol by name; the error names the nearest one."""
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     near = difflib.get_close_matches(str(name), PROTOCOLS, n=1)
@@ -225,7 +198,6 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "Press et al. 2012.15832; Position Interpolation 2306.15595 (stride 256)",
             lambda tokens, length, given: _strided(tokens, length, given["stride"]),
             {"stride": 256},
-            same_targets=True,
         ),
         Protocol(
             "sliding-window-mean",
@@ -247,7 +219,6 @@ PROTOCOLS: Mapping[str, Protocol] = {
             ],
             {"last": 4096},
             extra_tokens=1,
-            same_targets=True,
         ),
         Protocol(
             "disjoint",
@@ -256,7 +227,6 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "lm-evaluation-harness (loglikelihood_rolling)",
             _disjoint,
             extra_tokens=1,
-            same_targets=True,
         ),
         Protocol(
             "disjoint-second-half",

@@ -41,7 +41,6 @@ def write_report(
     rows: Sequence[EvaluationRow],
     directory: str | Path,
     *,
-    title: str = TITLE,
     overwrite: bool = False,
     lead: Sequence[Part] = (),
     end: Sequence[Part] = (),
@@ -53,16 +52,9 @@ def write_report(
     needs no other file.
 
     Args:
-        rows: the rows, in the order of the table.
-        directory: directory of the report; made if it does not exist.
-        title: heading of the report.
-        overwrite: replace an older report.
         lead: parts that come first.
         end: parts that come last.
         prompts: the prompts of all rows, for `prompts.jsonl`.
-
-    Raises:
-        RopeExtendError: there are no rows, two have the same label, or `check_files` refuses the directory.
     """
     if not rows:
         raise RopeExtendError("no rows to report; measure at least one")
@@ -80,7 +72,7 @@ def write_report(
         if prompts:
             write_text(partial_files / PROMPTS, _lines(prompt.to_dict() for prompt in prompts))
             names.append(PROMPTS)
-        names += write_pages(partial_files, title, [*lead, *report_parts(shown), *end])
+        names += write_pages(partial_files, TITLE, [*lead, *report_parts(shown), *end])
     for name in {*FILES} - {*names}:  # of an earlier report
         (directory / name).unlink(missing_ok=True)
     return [directory / name for name in names]
@@ -112,11 +104,7 @@ def markdown_report(rows: Sequence[EvaluationRow]) -> str:
 
 
 def read_results(path: str | Path) -> list[EvaluationRow]:
-    """Read the rows of a `results.jsonl`, or of the directory that holds one.
-
-    Raises:
-        RopeExtendError: there is no such file, or a line of it is damaged.
-    """
+    """Read the rows of a `results.jsonl`, or of the directory that holds one."""
     file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise RopeExtendError(
@@ -140,16 +128,9 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
-    """The rows of several runs in one list. Equal labels get the name of their run.
-
-    Raises:
-        RopeExtendError: one of them has no results.
-    """
-    rows, names = [], []
-    for name, path in zip(distinct_names(paths), paths, strict=True):
-        found = read_results(path)
-        rows += found
-        names += [name] * len(found)
+    """The rows of several runs in one list. Equal labels get the name of their run."""
+    named = zip(distinct_names(paths), map(read_results, paths), strict=True)
+    names, rows = zip(*((name, row) for name, found in named for row in found), strict=True)
     if len({row.result.data for row in rows if row.result}) > 1:
         logger.warning("these rows were measured on different texts, so they cannot be compared")
     labels = distinct_labels([row.label for row in rows], names)
@@ -157,11 +138,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
 
 
 def card_results(rows: Sequence[EvaluationRow]) -> dict[str, Any]:
-    """The tables and the picture of an evaluation, as arguments of `checkpoint.card.write_card`.
-
-    Raises:
-        RopeExtendError: no row has a perplexity.
-    """
+    """The tables and the picture of an evaluation, as arguments of `checkpoint.card.write_card`."""
     from rope_extend.plots.curves import plot_perplexity
 
     tables = [perplexity_section(rows).markdown(heading=False)]
@@ -178,9 +155,6 @@ def compare_saved(first: str | Path, second: str | Path, rows: Sequence[str] = (
         second: another run, or the same one.
         rows: labels. None: all labels that both runs have, or the only row of each. One: the label in both
             runs. Two: the label in the first run and the label in the second.
-
-    Raises:
-        RopeExtendError: the runs have different texts or prompts, or there is nothing to pair.
     """
     both = [read_results(path) for path in (first, second)]
     return [compare(*pair) for pair in pairs(*both, names=distinct_names([first, second]), rows=rows)]

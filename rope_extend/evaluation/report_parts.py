@@ -28,9 +28,6 @@ def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     scored, answered = [row for row in rows if row.result], [row for row in rows if row.retrieval]
     parts: list[Part] = ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))]
     parts += verdict_sentences(rows)
-    if gains := against_cropped(rows):
-        heading = f"Perplexity divided by that of {gains[0].first.label}"
-        parts.append(Picture(heading, partial(curves.plot_ratio, gains)))
     for heading, draw, name in (
         ("Perplexity by length", curves.plot_perplexity, "perplexity.png"),
         ("Loss by position", curves.plot_loss_by_position, "loss_by_position.png"),
@@ -70,16 +67,11 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
 
 
 def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
-    """Perplexity by row and length.
-
-    Raises:
-        RopeExtendError: no row has a perplexity.
-    """
+    """Perplexity by row and length."""
     rows = [row for row in rows if row.result]
     if not rows:
         raise RopeExtendError("no rows with a perplexity to report")
     lengths = sorted({length for row in rows for length in row.result.ppl})
-
     lines: list[Line] = [["", *map(format_length, lengths)]]
     lines += [[row.label, *(number(row.result.ppl.get(length)) for length in lengths)] for row in rows]
     return Section("Perplexity", lines, _notes(rows))
@@ -148,12 +140,8 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
     ]
     if trained is not None:
         notes.append(f"Trained window: {trained} tokens.")
-        beyond = not rule.nested and first.max_length > trained
-        if beyond and not rule.shares_targets(first.settings, trained):
-            notes.append(
-                "No control with a cropped context: at the trained window, the protocol with these settings "
-                "scores other targets."
-            )
+        if first.protocol != "prefix" and not first.cropped and first.max_length > trained:
+            notes.append("No control with a cropped context: the protocol prefix has one.")
     for row in rows:
         if row.result.cropped:
             notes.append(f"{row.label}: the model sees {row.result.window} tokens at a time.")
@@ -191,9 +179,5 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared
             "Points: share of prompts solved after minus before; above zero is better. The interval is "
             "Newcombe's for paired proportions."
         ]
-        if not any(
-            rates.first.mean or rates.second.mean for pair in comparisons for _, _, rates in pair.changes
-        ):
-            notes.append("None of the prompts is solved before or after: the model cannot do the task.")
         sections.append(Section(f"Retrieval {heading}", scores, notes))
     return sections

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -100,18 +99,6 @@ class PerplexityResult:
         )
         return None if ends is None else (statistics.ppl(ends[0]), statistics.ppl(ends[1]))
 
-    def repeated(self, length: int, lengths: Sequence[int]) -> Self:
-        """The control with cropped context: the result at `length`, repeated at all longer `lengths`.
-
-        It is valid for protocols that score the same targets at every length.
-        """
-        spread: dict[str, Any] = {
-            name: {n: values[length] for n in lengths if n >= length}
-            for name in ("ppl", "tokens", "document_nll", "document_terms")
-            if (values := getattr(self, name))
-        }
-        return replace(self, window=length, **spread)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts. NaN and infinity become None, because JSON has neither."""
         return {item.name: plain(getattr(self, item.name)) for item in fields(self) if item.name != "losses"}
@@ -137,10 +124,8 @@ class Cell:
     """All trials of one task at one length and depth.
 
     Attributes:
-        task: the task's name.
         length: tokens of prompt and answer.
         depth: 0 … 1; None for tasks without a depth.
-        scores: scores of the trials, in order.
         data: fingerprint of the prompts. Scores can be compared only if it is equal.
     """
 
@@ -215,9 +200,8 @@ class RetrievalResult:
     def against(self, first: RetrievalResult, task: str, length: int) -> RateDifference | None:
         """How the scores differ from those of `first` on the same prompts; None if the prompts differ."""
         before, after = first.at(task, length), self.at(task, length)
-        if not before or [cell.data for cell in before] != [cell.data for cell in after]:
-            return None
-        if any(cell.data is None for cell in before):
+        prompts = [cell.data for cell in before]
+        if not before or None in prompts or prompts != [cell.data for cell in after]:
             return None
         return paired_rates(
             *([score for cell in cells for score in cell.scores] for cells in (before, after))
@@ -285,16 +269,11 @@ class EvaluationRow:
 
     @property
     def encoding_text(self) -> str:
-        """The encoding as text, such as `yarn(factor=8.0)`.
-
-        For the checkpoint's own encoding, the values of its config, if known.
-        """
-        values = dict(self.encoding or self.rope_parameters or {})
-        if not values:
-            return "as in the checkpoint"
-        name = values.pop("name" if self.encoding else "rope_type", None)
-        text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
-        return text if self.encoding else f"as in the checkpoint: {text}"
+        """The encoding as text, such as `yarn(factor=8.0)`; of the checkpoint's own, as in its config."""
+        if self.encoding is None:
+            return f"as in the checkpoint: {self.rope_parameters}"
+        values = (f"{key}={value}" for key, value in self.encoding.items() if key != "name")
+        return f"{self.method}({', '.join(values)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -306,11 +285,7 @@ class EvaluationRow:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; other keys, such as versions, are ignored.
-
-        Raises:
-            RopeExtendError: the values are not those of a row.
-        """
+        """Inverse of `to_dict`; other keys, such as versions, are ignored."""
         try:
             made = cls(**_fields(cls, values))
             _consistent(made.encoding is None or isinstance(made.encoding["name"], str))
@@ -321,11 +296,7 @@ class EvaluationRow:
 
 
 def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record from plain values, by the types of the fields; None is the default, if any.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError, OverflowError: a value is none of its field.
-    """
+    """The fields of a record from plain values, by the types of the fields; None is the default, if any."""
     hints = get_type_hints(cls)
     found = {}
     for item in fields(cls):
@@ -343,9 +314,7 @@ def _value(kind: Any, value: Any) -> Any:
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
     if origin is np.ndarray:
-        dtype = np.dtype(get_args(inner[1])[0]).newbyteorder("<")
-        if isinstance(value, str):
-            return np.frombuffer(base64.b64decode(value, validate=True), dtype)
+        dtype = np.dtype(get_args(inner[1])[0])
         return np.array(_value(list[float] if dtype.kind == "f" else list[int], value), dtype)
     if origin in (list, tuple):
         _require(isinstance(value, list | tuple), "a list", value)

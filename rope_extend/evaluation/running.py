@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
 from rope_extend.evaluation.cells import (
@@ -20,20 +18,21 @@ from rope_extend.evaluation.cells import (
     Cell,
     CellStore,
     check_resumed,
-    remove_cells,
+    our_parts,
 )
-from rope_extend.evaluation.collecting import collect, perplexity_values
+from rope_extend.evaluation.collecting import collect
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
-from rope_extend.evaluation.measurement import Measurement, counted_by_row
+from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
+from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.journal import only_writer
-from rope_extend.models.load_options import input_device
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.progress import progress_bar
+from rope_extend.report.page import markdown
 from rope_extend.report.tables import Section
 from rope_extend.units import format_duration, format_length
 
@@ -47,16 +46,16 @@ class Found:
     Attributes:
         rows: what was measured of each row, on the documents that the rows share.
         missing: the cells that are not finished.
+        lead: what the report begins with: the verdict of a study, and what is missing.
     """
 
     rows: list[EvaluationRow]
     missing: list[Cell]
+    lead: Sequence[Section] = ()
 
-    @property
-    def lead(self) -> list[Section]:
-        """What a report begins with: what is missing, row by row; empty if nothing is."""
-        said = counted_by_row(self.missing)
-        return [Section("Not measured yet", notes=said)] if said else []
+    def markdown(self) -> str:
+        """The first sections and the tables."""
+        return "\n".join([*([markdown(self.lead)] if self.lead else []), markdown_report(self.rows)])
 
 
 def run(
@@ -66,7 +65,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
-    report: Callable[[Found], object] = lambda _: None,
+    report: Callable[[Found], Found] = lambda found: found,
 ) -> Found:
     """Measure the cells that are not finished, and keep each.
 
@@ -76,15 +75,14 @@ def run(
         directory: where finished cells are kept; None keeps them in memory.
         resume: use the finished cells there, and refuse those of another measurement.
         overwrite: delete the finished cells there, once the model is loaded.
-        progress: show progress.
         report: takes what was found, in every process, while no other may write to the directory.
 
     Raises:
-        RopeExtendError: the directory holds another measurement, or another process writes to it, or the
-            budget is too short for one cell.
+        RopeExtendError: the directory holds another measurement, or another process writes to it.
     """
     where = None if directory is None else Path(directory)
-    said = measurement.work_text(None if where is None or not resume else measurement.missing(where))
+    cells = measurement.cells()
+    missing = measurement.missing(where) if where is not None and resume else cells
     connected = processes(measurement.candidates.load_options.torch_device)
     if connected:  # no process changes the directory before all have checked it
         connected.wait_for_everyone()
@@ -92,14 +90,16 @@ def run(
         if where is not None and is_main_process():
             stack.enter_context(only_writer(where, "measurement"))
             check_measurement(where, overwrite=overwrite, resume=resume)  # another one may have ended by now
-        logger.info("%s", said)
+        for said in (measurement.plan, measurement.work_text(missing)):
+            if said is not None:
+                logger.info("%s", said)
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
-        cells, identity = measurement.cells(), model_identity(lm)
-        store = None
+        identity, store = model_identity(lm), None
         if is_main_process():
             if where is not None and overwrite:
-                remove_cells(where)
+                for path in our_parts(where):
+                    path.unlink(missing_ok=True)
             store = CellStore(where, identity)
             stack.callback(store.close)
             if resume:
@@ -124,9 +124,7 @@ def run(
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
             _share(store, connected)
-        found = _found(measurement, store, cells)
-        report(found)
-        return found
+        return report(_found(measurement, store, cells))
 
 
 def _share(store: CellStore, connected: Any) -> None:
@@ -149,7 +147,7 @@ def _measure_all(
     measurement: Measurement, lm: Any, cells: Sequence[Cell], store: CellStore, progress: bool
 ) -> None:
     """Measure some cells, within the budget."""
-    device, budget = _device_name(lm), measurement.config.budget
+    budget = measurement.config.budget
     tokens, work = sum(cell.tokens for cell in cells), sum(cell.work for cell in cells)
     shown = progress and is_main_process()
     bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
@@ -166,7 +164,7 @@ def _measure_all(
             started = time.perf_counter()
             values = _measure(measurement, model, cell, bar)
             done += cell.work
-            store.write(cell, {**values, "seconds": time.perf_counter() - started, "device": device})
+            store.write(cell, {**values, "seconds": time.perf_counter() - started})
             if progress:
                 left = f"{format_duration(_seconds(work - done, done, begun))} to go"
                 logger.info("[%d/%d] %s; %s", number, len(cells), _said(cell, values), left)
@@ -182,7 +180,8 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
         name = Path(measurement.documents[cell.number].name).name
-        return {**about, **perplexity_values(_perplexity(measurement, model, cell, bar), name)}
+        result = _perplexity(measurement, model, cell, bar)
+        return {**about, "document": name, "result": result.to_dict()}
     batch = measurement.batches[cell.number]
     task = measurement.tasks[batch[0].task]
     trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
@@ -193,22 +192,19 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
     """The perplexity of a row on a document."""
-    crop, config, rule = cell.row.crop, measurement.config, measurement.rule
-    protocol, settings, lengths = rule.name, config.window_settings, measurement.lengths
-    if crop is not None and rule.nested:
+    crop, config = cell.row.crop, measurement.config
+    protocol, settings = config.protocol, config.window_settings
+    if crop is not None:
         protocol, settings = "cropped", WindowSettings(window=crop)
-    elif crop is not None:
-        lengths = [crop]
     chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
-    result = perplexity(
+    return perplexity(
         model,
         measurement.documents[cell.number],
-        lengths,
+        measurement.lengths,
         protocol=protocol,
         options=RunOptions(chunk, bar),
         **settings,
     )
-    return result if crop is None or rule.nested else result.repeated(crop, measurement.lengths)
 
 
 def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Found:
@@ -216,19 +212,13 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
     try:
-        rows, _ = collect([each for each in values if each is not None], labels)
+        rows = collect([each for each in values if each is not None], labels)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise RopeExtendError(
             f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "
             "restore cells.jsonl from a copy, or measure again with overwrite=True"
         ) from error
     return Found(rows, [c for c, each in zip(cells, values, strict=True) if each is None])
-
-
-def _device_name(lm: Any) -> str:
-    """The name of the device on which a model runs: `cpu`, or that of the GPU."""
-    device = input_device(lm)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _said(cell: Cell, values: dict[str, Any]) -> str:

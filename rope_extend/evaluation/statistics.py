@@ -46,7 +46,6 @@ def mean_interval(
     Args:
         sums: sum of each document's losses in nats, or of the differences of two measurements.
         terms: number of losses in each sum.
-        quantile: of Student's t, at each end.
 
     Returns:
         `(low, high)` in nats per token; None for fewer than three documents, or for a sum that is not finite.
@@ -71,8 +70,7 @@ class Difference:
     Attributes:
         length: length in tokens.
         nats: mean loss of the second minus that of the first; below zero the second is better.
-        low: lower end of the 95 % interval over documents; None for fewer than three documents.
-        high: upper end of the interval.
+        low, high: the 95 % interval over documents; None for fewer than three documents.
         ratio: perplexity of the second divided by that of the first, `exp(nats)`.
         documents: number of documents.
         certain: whether the second is better beyond doubt: at most 3 % of such claims are wrong. None for
@@ -98,19 +96,10 @@ class Difference:
 
 
 def paired(length: int, first: Sequence[float], second: Sequence[float], terms: Sequence[int]) -> Difference:
-    """Compare two measurements document by document.
+    """Compare two measurements document by document, by the sums of their losses in nats.
 
     A difficult document is difficult in both measurements, which cancels in the difference. So its interval
     is far narrower than those of the two perplexities.
-
-    Args:
-        length: length in tokens.
-        first: sum of each document's losses in nats, in the first measurement.
-        second: the same for the second measurement.
-        terms: number of losses in each sum.
-
-    Raises:
-        RopeExtendError: the three differ in length, or are empty.
     """
     if not len(first) == len(second) == len(terms) > 0:
         raise RopeExtendError(
@@ -160,14 +149,10 @@ def share_interval(mean: float, trials: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RateDifference:
-    """The difference between two mean scores on the same prompts.
+    """The difference between two mean scores on the same prompts, with the interval `low` … `high`.
 
     Attributes:
-        first: the first mean score.
-        second: the second mean score.
         change: second minus first, −1 … 1; below zero the second is worse.
-        low: lower end of the 95 % interval of the change.
-        high: upper end of the interval.
     """
 
     first: Rate
@@ -175,10 +160,6 @@ class RateDifference:
     change: float
     low: float
     high: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """The change in points, with its interval: `-15 (-36 … +4)`."""
@@ -190,9 +171,6 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
 
     The interval is Newcombe's for paired proportions (1998, Statistics in Medicine 17, 2635, method 10). It
     combines the intervals of the two shares by their correlation; here the exact ones.
-
-    Raises:
-        RopeExtendError: the two differ in length, or are empty.
     """
     if not len(first) == len(second) > 0:
         raise RopeExtendError(

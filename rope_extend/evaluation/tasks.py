@@ -45,7 +45,6 @@ class Passkey(Task):
     The answer's first number counts.
 
     Attributes:
-        new_tokens: tokens reserved for the answer.
         template: `published`, or `demo` for the code-like form of the bundled model.
     """
 
@@ -64,7 +63,7 @@ class Passkey(Task):
             hidden = _with_needles(filler, [(depth, needle)], "\n")
             # The answer directly follows the lead, on the line after the question.
             question, lead = "# What is the pass key?", "\nPASS_KEY = "
-            return Draft("", lambda size: DEMO_START + hidden(size), question, lead, (key,), needle)
+            return Draft("", lambda size: DEMO_START + hidden(size), question, lead, (key,))
         key = str(rng.randint(10_000, 99_999))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key."
         return Draft(
@@ -74,7 +73,6 @@ class Passkey(Task):
             "What is the pass key?",
             " The pass key is",
             (key,),
-            needle,
         )
 
     def score(self, response: str, answers: Sequence[str]) -> float:
@@ -94,7 +92,6 @@ class Needle(Task):
     This is the form of RULER (2404.06654), which needs no judge: the answer must contain the number.
 
     Attributes:
-        new_tokens: tokens reserved for the answer.
         keys: number of words with numbers; the question is for one of the words.
         haystack: texts to hide the needles in; repeated filler if empty.
     """
@@ -123,7 +120,6 @@ class Needle(Task):
             f"What is the special magic number for {topic}?",
             f" The special magic number for {topic} is",
             (numbers[0],),
-            needles[0],
         )
 
 
@@ -143,7 +139,6 @@ class VariableTracking(Task):
     This is RULER's task, zero-shot: without the worked example that RULER puts first.
 
     Attributes:
-        new_tokens: tokens reserved for the answer.
         hops: links of a chain; `hops + 1` variables have the number.
         chains: chains in the text; the question is for one of them.
         haystack: texts to hide the chains in; repeated filler if empty.

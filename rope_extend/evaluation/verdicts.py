@@ -6,11 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope_extend.evaluation.comparison import (
-    Comparison,
-    against_cropped,
-    regressions,
-)
+from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
 from rope_extend.report.tables import Section

@@ -28,7 +28,6 @@ from rope_extend.models.view import (
     rotary_part,
     rotary_tables,
     shape_of,
-    trained_length_of,
     unwrap,
 )
 
@@ -64,6 +63,8 @@ class CurrentTable:
 
     def extended_by(self, top: RopeEncoding, target_length: int) -> LongRoPE:
         """The present schedule with another one on top, as one table: the products of divisors and factors.
+
+        A short list is kept, but `longrope` has one factor on cos and sin for both lists.
 
         Args:
             top: a schedule with one table, computed for `shape`.
@@ -132,7 +133,12 @@ def current_table(
     encoding, short, first = current_encoding(model), None, 1
     if isinstance(encoding, LongRoPE) and encoding.depends_on_length and not encoding.start_tokens:
         short, first = encoding.short_factor or (1.0,) * len(encoding.long_factor), shape.trained_length + 1
-        _check_boundary(model, shape.trained_length)
+        if trained_length is not None and shape_of(model) != shape:
+            raise RopeExtendError(
+                "start='current': this model has a list of divisors for texts within its trained window, and "
+                f"trained_length={trained_length} would use it for others; leave trained_length out, or "
+                "correct original_max_position_embeddings in the config"
+            )
     elif encoding is not None and (reason := encoding.beyond_one_table(shape)):
         raise RopeExtendError(
             f"start='current' needs a model with one static table, and this one has {encoding}: {reason}; "
@@ -191,24 +197,6 @@ def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
         "which cannot represent that encoding; load it with rope_extend.load, or if it was not written by "
         "rope_extend.save, apply that encoding with patch_model"
     )
-
-
-def _check_boundary(model: nn.Module, trained_length: int) -> None:
-    """Refuse another trained window than that of the config for a model with two lists.
-
-    Raises:
-        RopeExtendError: the config states another one.
-    """
-    try:
-        stated = trained_length_of(unwrap(model).config)
-    except RopeExtendError:  # the config does not say
-        return
-    if stated != trained_length:
-        raise RopeExtendError(
-            f"start='current': this model has a list of divisors for texts of up to {stated} tokens, by its "
-            f"config, and another trained_length would use it for other texts. Got {trained_length}; leave "
-            "trained_length out, or correct original_max_position_embeddings in the config"
-        )
 
 
 def extended_again(

@@ -152,12 +152,6 @@ REFUSED: dict[str, str] = {
 }
 """Causal families with a rotary module that are not supported, with the reason."""
 
-_WITHOUT_ROPE = types("""
-    albert bart bert big_bird biogpt bloom ctrl distilbert electra falcon_mamba gpt2 gpt_bigcode gpt_neo
-    imagegpt longt5 mamba mamba2 mpt mt5 openai-gpt opt roberta rwkv t5 umt5 whisper xlm-roberta
-""")
-"""Well-known families that do not use RoPE."""
-
 _LOADED_AS = {"mllama_text_model": "mllama"}
 """Model types of decoders that `AutoModelForCausalLM` takes out of a larger model: name to family."""
 
@@ -198,11 +192,6 @@ def adapter_for(model_type: str) -> FamilyAdapter:
     if adapter is None:
         if model_type in REFUSED:
             raise UnsupportedModelError(f"{model_type!r} cannot be extended: {REFUSED[model_type]}")
-        if model_type in _WITHOUT_ROPE:
-            raise UnsupportedModelError(
-                f"{model_type!r} cannot be extended: it has no RoPE. `rope-extend families` lists the "
-                f"supported families"
-            )
         near = difflib.get_close_matches(model_type, supported_families(), n=1)
         raise UnsupportedModelError(
             f"no adapter for model_type {model_type!r}.{f' Did you mean {near[0]!r}?' if near else ''} "

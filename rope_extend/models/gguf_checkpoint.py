@@ -138,12 +138,7 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
 
 
 def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
-    """Refuse a model that is not the file's: transformers leaves out what it has no name for.
-
-    Raises:
-        RopeExtendError: a weight is missing, the file has more weights than the model, or the model rotates
-            another number of channels.
-    """
+    """Refuse a model that is not the file's: transformers leaves out what it has no name for."""
     if missing:
         raise RopeExtendError(
             f"{path.name} lacks {len(missing)} weights of the model, such as {min(missing)}. {ADVICE}"

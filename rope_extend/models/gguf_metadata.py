@@ -174,7 +174,6 @@ _OF_ARCHITECTURE: Mapping[str, Check] = {
     "rope.freq_base": number(1, above=True),
     "rope.scale_linear": _factor, "rope.scaling.factor": _factor, "rope.scaling.type": _name,
     "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
-    "rope.scaling.yarn_beta_fast": _SCALE, "rope.scaling.yarn_beta_slow": _SCALE,
     "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
 }  # fmt: skip
 """The values of keys below the architecture's name."""

@@ -6,7 +6,6 @@ checked its values.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -19,8 +18,6 @@ from rope_extend.encodings.core.shapes import MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.gguf_metadata import ADVICE, LIST, LONG, SHORT, Metadata
 
-logger = logging.getLogger(__name__)
-
 ZERO_FREQUENCY_FACTOR = 1e30
 """The factor of a pair with frequency zero, as llama.cpp's own converter writes it for Gemma 4."""
 DEFAULT_BASE = 10_000.0
@@ -28,9 +25,6 @@ DEFAULT_BASE = 10_000.0
 _FITS = 1e-4
 """Largest relative difference of a divisor. Frequencies in float32 are off by up to 1e-6 for a base of 5e5,
 and a divisor near the factor s changes by 4/3 s times that. No known model has s above 64."""
-_RAMP = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
-"""Keys that llama.cpp's converter writes, with the values that llama.cpp computes with, whatever they say. It
-reads them for architectures that transformers does not read (`mistral3`, `grok`)."""
 
 
 def rope_scaling(metadata: Metadata) -> dict[str, Any]:
@@ -59,11 +53,7 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
             raise RopeExtendError(f"a table of divisors with rope.scaling.type {kind!r} has no form here")
         return _with_tables(metadata, factor, stated, attention)
     if kind == "yarn":
-        for key, value in _RAMP.items():
-            if (given := float(keys(key, value))) != value:
-                logger.warning(
-                    "%s %g is ignored, as llama.cpp ignores it: it computes YaRN with %g", key, given, value
-                )
+        # llama.cpp computes with 32 and 1, whatever yarn_beta_fast and yarn_beta_slow of the file say.
         return {
             "rope_type": "yarn", "factor": factor,
             "original_max_position_embeddings": stated or keys("context_length", 0),

@@ -143,7 +143,10 @@ class LoadOptions:
                 torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit_memory / total), gpu)
         arguments: dict[str, Any] = {"dtype": self._dtype(config), **self._attention(config)}
         if self.quantize is not None:
-            arguments["quantization_config"] = quantization(self.quantize, device)
+            arguments["quantization_config"] = BitsAndBytesConfig(
+                load_in_8bit=self.quantize == "8bit", load_in_4bit=self.quantize == "4bit",
+                bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=default_dtype(device),
+            )  # fmt: skip
         if self.device_map is not None:
             arguments["device_map"] = self.device_map
             if isinstance(self.device_map, str):
@@ -183,15 +186,6 @@ class LoadOptions:
             limit = memory[key] if self.limit_memory is None else min(memory[key], self.limit_memory)
             memory[key] = max(0, limit - reserve)
         return memory
-
-
-def quantization(kind: str, device: torch.device) -> BitsAndBytesConfig:
-    """The bitsandbytes settings for loading: `4bit` is NF4, `8bit` is LLM.int8()."""
-    if kind == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=default_dtype(device)
-    )
 
 
 def is_quantized(config: Any) -> bool:

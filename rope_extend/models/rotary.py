@@ -66,11 +66,7 @@ def _table_of(module: Any, layer_type: str | None) -> Tensor:
 
 
 def _sections_of(module: Any) -> tuple[int, ...]:
-    """The channel pairs for each part (time, height, width) of a position, by a rotary module.
-
-    Raises:
-        UnsupportedModelError: the config states them wrongly.
-    """
+    """The channel pairs for each part (time, height, width) of a position, by a rotary module."""
     sections = getattr(module, "sections", None) or module.mrope_section
     sizes = tuple(sections) if isinstance(sections, list | tuple) else ()
     if len(sizes) != 3 or any(type(size) is not int or size < 0 for size in sizes):
@@ -95,11 +91,7 @@ class ExtendedRotaryEmbedding(nn.Module):
     float64; only cos and sin are rounded.
 
     Args:
-        encoding: the schedule.
-        shape: the rotary shape of the model.
         module: the module that is replaced: the stock one, or that of an earlier patch.
-        adapter: the model's family.
-        config: the model's config.
         marked: whether cos and sin say which positions they belong to.
 
     Attributes:
@@ -252,11 +244,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         return cos_sin
 
     def _check_one_position(self, parts: Tensor) -> None:
-        """Refuse positions `[3, batch, T]` of which the parts differ.
-
-        Raises:
-            PatchError: they differ.
-        """
+        """Refuse positions `[3, batch, T]` of which the parts differ."""
         if not parts.is_meta and not bool((parts == parts[:1]).all()):
             raise PatchError(
                 f"{self.encoding} needs one position for each token, but this input has tokens with several "

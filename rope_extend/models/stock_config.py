@@ -64,10 +64,6 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     """Whether stock transformers computes the encoding of a patched model from its config.
 
     If not, its own tables would be those of the pretrained model, or those of the longest row of a batch.
-
-    Args:
-        config: the config of a patched model.
-        target_length: the extended window, in tokens.
     """
     record = config_record(config)
     if record and record.encoding.beyond_one_table(record.shape):
@@ -153,25 +149,6 @@ def with_carried(
         # Queries are scaled by their distance from the trained window.
         merged.setdefault(ORIGINAL_WINDOW, trained_length)
     return merged
-
-
-def missing_attributes(config: Any) -> dict[str, Any]:
-    """Attributes that stock transformers needs for `yarn` and `dynamic`, and that this config leaves open."""
-    if getattr(config, "is_heterogeneous", False) or getattr(config, "head_dim", 0) is not None:
-        return {}
-    return {"head_dim": config.hidden_size // config.num_attention_heads}
-
-
-def window_values(length: int, original: int | None) -> dict[str, int]:
-    """The values of a config that hold its context window.
-
-    Args:
-        length: the window, in tokens.
-        original: the window of pretraining, for a config that states it outside of `rope_parameters` too;
-            transformers prefers the one outside. None for other configs.
-    """
-    window = {"max_position_embeddings": length}
-    return window if original is None else {**window, ORIGINAL_WINDOW: original}
 
 
 def _takes_lists(config: Any) -> bool:

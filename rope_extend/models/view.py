@@ -281,11 +281,7 @@ def stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: in
 
 
 def _computed_by_stock(compute: Callable[[], tuple[Tensor, float]], rope_type: str) -> tuple[Tensor, float]:
-    """A table of transformers and its attention factor, in float64 on the CPU.
-
-    Raises:
-        RopeExtendError: the config has values that transformers cannot compute with.
-    """
+    """A table of transformers and its attention factor, in float64 on the CPU."""
     try:
         table, factor = compute()
         return table.to("cpu", torch.float64), float(factor)

@@ -1,16 +1,14 @@
-"""Perplexity and loss of rows by length and by position, and pairs of rows by their ratio."""
+"""Perplexity of rows by length, and their loss by position."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
     INK,
     Canvas,
@@ -22,10 +20,6 @@ from rope_extend.plots.style import (
     perplexity_axis,
 )
 
-MOST_RATIO = 2.0
-"""Larger ratios are not drawn. Next to plain RoPE, which fails beyond its window, the others could not be
-told apart."""
-
 
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
@@ -33,9 +27,6 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: there is nothing to draw, or the format is unknown.
     """
     canvas = Canvas(path, "Perplexity against length", room=16)
     axes = canvas.axes
@@ -80,55 +71,6 @@ def loss_by_group(losses: Floats, first: int) -> tuple[Floats, Floats]:
     last = len(losses) + 1
     edges = first * 2 ** np.arange(0, np.log2(max(last / first, 1)) + 0.25, 0.25)
     groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
-    means = np.array([_mean(losses[start - 1 : stop - 1]) for start, stop in groups])
+    scored = [group[~np.isnan(group)] for start, stop in groups for group in [losses[start - 1 : stop - 1]]]
+    means = np.array([group.mean() if group.size else np.nan for group in scored])
     return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means
-
-
-def _mean(losses: Floats) -> float:
-    """The mean of the positions that were scored; the others are NaN."""
-    scored = losses[~np.isnan(losses)]
-    return float(scored.mean()) if scored.size else np.nan
-
-
-def plot_ratio(comparisons: Sequence[Any], path: str | Path) -> Path:
-    """Draw the perplexity of rows divided by that of another row on the same targets, by length.
-
-    The bars are 95 % intervals over documents. Ratios above 2 lie outside the picture, so that those near 1
-    can be told apart.
-
-    Args:
-        comparisons: `Comparison`s, each with the row in the denominator first.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: there is nothing to draw, or the format is unknown.
-    """
-    if not comparisons:
-        raise RopeExtendError("nothing to draw: no pairs of rows")
-    bases = {pair.first.label for pair in comparisons}
-    base = bases.pop() if len(bases) == 1 else "the first row of each pair"
-    canvas = Canvas(
-        path, "Ratio of perplexities", f"below 1 is better than {base}; bars: 95 % interval over documents",
-        room=16,
-    )  # fmt: skip
-    axes = canvas.axes
-    styled = line_styles([pair.second for pair in comparisons])
-    for pair, (_, style) in zip(comparisons, styled, strict=True):
-        changes = sorted(pair.differences, key=lambda change: change.length)
-        lengths = np.array([change.length for change in changes], dtype=np.float64)
-        with np.errstate(over="ignore"):
-            ratios = np.exp(np.array([change.nats for change in changes]))
-        shown = ratios <= MOST_RATIO  # False for NaN
-        draw_line(axes, lengths[shown], ratios[shown], markersize=5.5, **style)
-        bars = [
-            (change.length, math.exp(change.low), math.exp(min(change.high, math.log(MOST_RATIO))))
-            for change, inside in zip(changes, shown, strict=True)
-            if inside and change.low is not None and change.high is not None
-        ]
-        if bars:
-            axes.vlines(*zip(*bars, strict=True), color=style["color"], linewidth=1.2, alpha=0.7)
-    axes.axhline(1, color=INK, linewidth=1.2, zorder=1)
-    axes.set_ylabel("ratio of perplexities (lower is better)", color=INK)
-    measured = sorted({change.length for pair in comparisons for change in pair.differences})
-    length_axis(axes, measured, "length, tokens")
-    return canvas.save()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
@@ -31,9 +30,6 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
         rows: `EvaluationRow`s, one line each; those without the task are left out.
         task: the name of the task.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: there is nothing to draw, or the format is unknown.
     """
     rows = [row for row in rows if task in row.retrieval.tasks]
     canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
@@ -61,9 +57,6 @@ def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
         row: the `EvaluationRow` of one model.
         task: a task that has depths.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
-
-    Raises:
-        RopeExtendError: there is nothing to draw, or the format is unknown.
     """
     result = row.retrieval
     lengths, depths = result.lengths(task), result.depths(task)
@@ -83,10 +76,12 @@ def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
         if np.isfinite(share) and has_room:
             colour = "white" if share < 55 else INK  # legible on cividis
             axes.text(column, line, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
-    axes.xaxis.set_major_locator(FixedLocator(range(0, len(lengths), math.ceil(len(lengths) / MOST_TICKS))))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: format_length(lengths[round(at)])))
-    axes.yaxis.set_major_locator(FixedLocator(range(0, len(depths), math.ceil(len(depths) / MOST_TICKS))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{100 * depths[round(at)]:.0f} %"))
+    for set_ticks, values in (
+        (axes.set_xticks, [*map(format_length, lengths)]),
+        (axes.set_yticks, [f"{100 * depth:.0f} %" for depth in depths]),
+    ):
+        step = math.ceil(len(values) / MOST_TICKS)
+        set_ticks(range(0, len(values), step), values[::step])
     axes.tick_params(length=0)
     axes.set_xlabel("length, tokens", color=INK)
     axes.set_ylabel("depth of the needle", color=INK)

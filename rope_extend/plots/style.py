@@ -1,12 +1,13 @@
 """The style of all pictures: palette, axes, line styles, and the figure that is saved.
 
 Figures are drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread.
-Each method has its colour in `rope_extend.plots.palette`. Colour is never the only distinction: lines have
-markers, and dashes distinguish untrained from fine-tuned.
+The hues follow Okabe and Ito, and have a contrast of at least 3:1 on white. Colour is never the only
+distinction: lines have markers, and dashes distinguish untrained from fine-tuned.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,25 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.plots.palette import HUES, look, looks_of_rows, with_dark_colours
-from rope_extend.plots.palette import PLAIN as PLAIN_COLOURS
+from rope_extend.method_names import method_names
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 FORMATS = (".png", ".svg", ".pdf")
-PALETTE = tuple(light for light, _ in HUES)
-"""Colours of lines that are no methods."""
-PLAIN = PLAIN_COLOURS[0]
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#6f4ba8", "#00707a", "#8a4b2d")
+PLAIN = "#5f5f5f"
 """The colour of plain RoPE and of models that were not changed."""
-INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
+MARKERS = ("o", "s", "^", "D", "v", "P")
+OFTEN_TOGETHER = ("linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope", "llama3", "abf")
+"""Methods that are often in one picture; each has a colour of its own."""
+INK, QUIET, _GRID = "#222222", "#777777", "#E4E4E4"
 MOST_TICKS = 12
 """The largest number of labels that fit next to each other."""
 UNTRAINED, TUNED, CROPPED = "--", "-", ":"
@@ -39,39 +42,29 @@ UNTRAINED, TUNED, CROPPED = "--", "-", ":"
 
 
 class Canvas:
-    """A figure with a heading and one or two panels.
+    """A figure with a heading.
 
     Args:
         path: the output file; the suffix gives the format.
         title: the heading.
         subtitle: the line below the heading.
-        panels: number of axes, one above the other.
         room: free space between axes and heading, in points.
-
-    Raises:
-        RopeExtendError: the suffix is not a known format.
     """
 
-    def __init__(
-        self, path: str | Path, title: str, subtitle: str = "", *, panels: int = 1, room: float = 0
-    ) -> None:
+    def __init__(self, path: str | Path, title: str, subtitle: str = "", *, room: float = 0) -> None:
         self.path = Path(path)
         if self.path.suffix.lower() not in FORMATS:
             raise RopeExtendError(
                 f"unknown picture format {self.path.suffix!r}: {str(path)!r} must end in {', '.join(FORMATS)}"
             )
-        height = 4.8 if panels == 1 else 6.4
-        self.figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+        self.figure = Figure(figsize=(8, 4.8), layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
-        grid = self.figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, 2][:panels])
-        self.panels: list[Axes] = list(grid[:, 0])
-        self.axes = self.panels[0]
-        for axes in self.panels:
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.spines[["left", "bottom"]].set_color(QUIET)
-            axes.tick_params(colors=INK, labelsize=9.5)
-            axes.grid(axis="y", color=_GRID, linewidth=0.8)
-            axes.set_axisbelow(True)
+        self.axes: Axes = self.figure.subplots()
+        self.axes.spines[["top", "right"]].set_visible(False)
+        self.axes.spines[["left", "bottom"]].set_color(QUIET)
+        self.axes.tick_params(colors=INK, labelsize=9.5)
+        self.axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        self.axes.set_axisbelow(True)
         pad = room + (26 if subtitle else 10)
         self.axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
         self.axes.annotate(
@@ -95,7 +88,7 @@ class Canvas:
 
 
 def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
-    """Write a figure; an equal figure makes an equal file. SVG files have colours for dark pages too.
+    """Write a figure; an equal figure makes an equal file.
 
     Args:
         figure: the figure.
@@ -110,13 +103,26 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
     # Text as text, and names in an SVG file that are not random.
     with rc_context({"svg.hashsalt": "rope_extend", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=dpi, format=kind, metadata=unstated.get(kind))
-    if kind == "svg":
-        path.write_text(with_dark_colours(path.read_text("utf-8")), "utf-8")
 
 
 def method_colour(method: str) -> str:
-    """The colour of a method, in every picture."""
-    return look(method).colour
+    """The colour of a method in every picture; of a composition such as `resonance(yarn)`, the outer's."""
+    names = [*OFTEN_TOGETHER, *(name for name in method_names() if name not in (*OFTEN_TOGETHER, "none"))]
+    name = method.partition("(")[0].strip()
+    return PALETTE[names.index(name) % len(PALETTE)] if name in names else PLAIN
+
+
+def styles_of(lines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Colour and marker of each line, given as its method and dashes: equal ones get darker shades."""
+    seen: Counter[tuple[str, str]] = Counter()
+    styles = []
+    for line in lines:
+        colour, step = method_colour(line[0]), seen[line]
+        seen[line] += 1
+        shade = to_hex([(1 - min(step, 3) / 5) * channel for channel in to_rgb(colour)])
+        marker = MARKERS[(([*PALETTE, PLAIN].index(colour)) + step) % len(MARKERS)]
+        styles.append({"color": shade, "marker": marker})
+    return styles
 
 
 def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
@@ -124,18 +130,15 @@ def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
 
     Untrained rows are dashed, fine-tuned rows solid, and rows with a cropped context dotted. Further rows of
     one method and kind have other shades and markers.
-
-    Raises:
-        RopeExtendError: there are no rows.
     """
     if not rows:
         raise RopeExtendError("no rows to draw; give results in which this was measured")
     dashes = [CROPPED if row.cropped else UNTRAINED if row.adapter is None else TUNED for row in rows]
-    looks = looks_of_rows([(row.method, dash) for row, dash in zip(rows, dashes, strict=True)])
+    styles = styles_of([(row.method, dash) for row, dash in zip(rows, dashes, strict=True)])
     return [
-        (row, {"color": found.colour, "marker": found.marker, "linestyle": dash, "linewidth": 1.8,
-               "label": f" {row.label:.60}", **({"markerfacecolor": "white"} if row.adapter is None else {})})
-        for row, dash, found in zip(rows, dashes, looks, strict=True)
+        (row, {**style, "linestyle": dash, "linewidth": 1.8, "label": f" {row.label:.60}",
+               **({"markerfacecolor": "white"} if row.adapter is None else {})})
+        for row, dash, style in zip(rows, dashes, styles, strict=True)
     ]  # fmt: skip
 
 
@@ -169,18 +172,11 @@ def length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
 
 
 def mark_window(axes: Axes, trained_length: int | None) -> None:
-    """Mark the trained window, in tokens, on an axis of lengths, and shade the part beyond it."""
-    if trained_length is None:
-        return
+    """Mark the trained window, in tokens, on an axis of lengths, if it is on it."""
     left, right = axes.get_xlim()
-    axes.set_xlim(left, right)  # fix the limits
-    text, at = f"trained window, {format_length(trained_length)}", float(trained_length)
-    if left <= trained_length <= right:
+    if trained_length is not None and left <= trained_length <= right:
         axes.axvline(trained_length, color=QUIET, linewidth=1, zorder=1)
-    else:
-        text, at = f"{'beyond' if trained_length < left else 'within'} the {text}", left
-    axes.axvspan(max(left, trained_length), max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
-    note(axes, text, at)
+        note(axes, f"trained window, {format_length(trained_length)}", trained_length)
 
 
 def note(axes: Axes, text: str, at: float, **options: Any) -> None:

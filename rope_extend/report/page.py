@@ -66,11 +66,7 @@ def page(title: str, parts: Sequence[Part]) -> str:
 
 
 def write_pages(directory: Path, title: str, parts: Sequence[Part]) -> list[str]:
-    """Write `report.md`, `report.html` and the pictures that have a name; returns all names.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write `report.md`, `report.html` and the pictures that have a name; returns all names."""
     pictures = {part.file: part for part in parts if isinstance(part, Picture) and part.file is not None}
     for name, picture in pictures.items():
         picture.draw(directory / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,12 +98,16 @@ class Metrics:
 
     def _append(self, text: str) -> None:
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=_not_a_link) as file:
                 file.write(text)
         except OSError as error:
             raise RopeExtendError(
                 f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
             ) from error
+
+
+def _not_a_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -348,7 +348,7 @@ def test_a_sliding_window_longer_than_the_context_is_no_limit(tmp_path: Path) ->
 
 def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(rx.RopeExtendError, match="it has no RoPE"):
+    with pytest.raises(rx.RopeExtendError, match="no adapter for model_type"):
         advise(tmp_path, "32k")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, ONE_BY_ONE, Batch, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
 from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from covering import few
 from tolerances import assert_same_but_rounding
@@ -346,26 +346,6 @@ def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> 
     for name, plain in found[0].items():
         torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
         assert plain.abs().max() > 0, name
-
-
-def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two tables over 1,000 tokens, there is no mask, or one of the later queries only."""
-    model, data = llama(head_dim=16), Batch(tokens(1, 1000), torch.ones(1, 1000, dtype=torch.long))
-    masks: list[int] = []
-    inner = nn.functional.scaled_dot_product_attention
-
-    def spy(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        masks.append(0 if attn_mask is None else attn_mask.shape[-2])
-        return inner(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", spy)
-    for trained, most in ((100, 0), (700, 300)):
-        encoding = rx.Encoding.from_dict(INSIDE["short_original(yarn)"])
-        with rx.patch_model(model, encoding, trained_length=trained, target_length=1000):
-            masks.clear()
-            whole = logits(model, data["input_ids"])
-            assert max(masks) == most
-            same(in_parts(model, data, list(range(100, 1001, 100))), whole)
 
 
 def test_bfloat16_rounds_as_static_methods_do() -> None:

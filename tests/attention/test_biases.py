@@ -313,23 +313,6 @@ def test_a_softcap_is_applied_before_the_bias() -> None:
     )  # a capped bias would leave all keys within exp(1) of each other
 
 
-@by_method(
-    BIASES,
-    ["how"],
-    [({},), ({"num_beams": 3},), ({"cache_implementation": "static"},), ({"prefill_chunk_size": 7},)],
-    every=3,
-)
-def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: dict[str, Any]) -> None:
-    model, data = grouped(), batch((0, 5, 20))
-    prompt = {name: value[:, :26] for name, value in data.items() if name != "position_ids"}
-    limits = {"max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0, "do_sample": False}
-    plain = {key: value for key, value in how.items() if key == "num_beams"}
-    with rx.patch_model(model, encoding, target_length=TARGET):
-        cached = model.generate(**prompt, **limits, **how)
-        expected = model.generate(**prompt, **limits, **plain, use_cache=False)
-    assert torch.equal(cached, expected)
-
-
 @by_method(BIASES, every=2)
 def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
     found = []

@@ -83,7 +83,7 @@ def test_chunks_make_no_mask_and_give_the_same_states(
         with Kernels():
             found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
     same(found, expected)
-    assert flash or chunk == LENGTH
+    assert flash or chunk == LENGTH or fields not in (YARN, METHODS[-1])
 
 
 @pytest.mark.parametrize("width", [100, 128])

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -82,23 +80,6 @@ def test_a_change_equals_a_patch_under_the_new_implementation(encoding: Any, cha
     assert torch.equal(logits(model, **data), plain["eager"])
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "glm", "gpt_neox", "smollm3", "deepseek_v3"])
-@pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
-def test_every_shape_of_family_follows(model_type: str, name: str) -> None:
-    model, data = family(model_type), batch((0, 17))
-    encoding = rx.Encoding.from_dict(ENCODINGS[name])
-    model.set_attn_implementation("eager")
-    with extended(model, encoding):
-        expected = logits(model, **data)
-    model.set_attn_implementation("sdpa")
-    with extended(model, encoding):
-        before = logits(model, **data)
-        model.set_attn_implementation("eager")
-        assert torch.equal(logits(model, **data), expected)
-        model.set_attn_implementation("sdpa")
-        assert torch.equal(logits(model, **data), before)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -135,7 +116,7 @@ def test_a_cache_outlives_the_change(encoding: Any) -> None:
         same(rest, whole[:, 50:])
 
 
-@pytest.mark.parametrize("name", ["dynamic_ntk", "logn(linear)", "alibi", "fire", "shaw"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "logn(linear)"])
 def test_attentions_are_returned_under_eager(name: str) -> None:
     model, input_ids = llama(), tokens(2, LENGTH)
     encoding = rx.Encoding.from_dict(ENCODINGS[name])
@@ -242,26 +223,6 @@ def test_an_implementation_without_a_mask_is_refused_by_name() -> None:
             model(tokens(1, 10))
 
 
-def test_the_inner_function_sees_its_own_name() -> None:
-    """Flash attention loads its kernels by the implementation in the module's config."""
-    seen = []
-
-    def attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        seen.append(module.config._attn_implementation)
-        return AttentionInterface()["sdpa"](module, *args, **kwargs)
-
-    AttentionInterface.register("test_named", attention)
-    AttentionMaskInterface.register("test_named", sdpa_mask)
-    model, input_ids = llama(), tokens(1, LENGTH)
-    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
-        expected = logits(model, input_ids)
-        names = {module.config._attn_implementation for module in layers(model)}
-        model.set_attn_implementation("test_named")
-        same(logits(model, input_ids), expected)
-        assert set(seen) == {"test_named"}
-        assert names.isdisjoint({module.config._attn_implementation for module in layers(model)})
-
-
 def _by_name(module: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of a user's own, which calls the one that the config names."""
     NAMES.append(module.config._attn_implementation)
@@ -288,59 +249,6 @@ def test_a_users_function_under_a_name_of_transformers_sees_that_name(
         found = [model(part, past_key_values=cache).logits for part in input_ids[:, -2:].split(1, dim=1)]
     assert set(NAMES) == {name}
     same(torch.cat(found, dim=1), expected[:, -2:])
-
-
-@pytest.fixture
-def constructed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[LlamaForCausalLM]:
-    """Llama's class; each of its models is patched as soon as it is constructed."""
-    encoding = rx.encoding(request.param, factor=FACTOR)
-    construct = LlamaForCausalLM.__init__
-
-    def patched(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, config, *args, **kwargs)
-        rx.patch_model(self, encoding)
-
-    monkeypatch.setattr(LlamaForCausalLM, "__init__", patched)
-    return LlamaForCausalLM
-
-
-@pytest.mark.parametrize("constructed", ["dynamic_ntk", "linear"], indirect=True)
-def test_models_patched_at_construction_pass_the_checks_of_transformers(
-    constructed: type[LlamaForCausalLM], tmp_path: Path
-) -> None:
-    """What transformers' tests of every family do with attention implementations and attention weights."""
-    config, input_ids = llama().config, tokens(2, 9)
-    eager = constructed._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    assert len(eager(input_ids, output_attentions=True).attentions) == 2
-    eager.config.output_attentions = True
-    eager.config.output_hidden_states = True
-    output = constructed._from_config(eager.config, attn_implementation="eager").eval()(input_ids)
-    assert [weights.shape for weights in output.attentions] == [(2, 2, 9, 9)] * 2
-    kept = [output.hidden_states[0], output.attentions[0]]
-    for tensor in kept:
-        tensor.retain_grad()
-    output.logits.flatten()[0].backward()
-    assert all(tensor.grad is not None for tensor in kept)
-
-    constructed(copy.deepcopy(config)).save_pretrained(tmp_path)
-    models = {
-        name: constructed.from_pretrained(tmp_path, attn_implementation=name).eval()
-        for name in ("eager", "sdpa")
-    }
-    expected = {name: logits(model, input_ids) for name, model in models.items()}
-    same(expected["eager"], expected["sdpa"])
-    for name, other in (("eager", "sdpa"), ("sdpa", "eager")):
-        models[name].set_attn_implementation(other)
-        parts = [part for part in models[name].modules() if isinstance(part, PreTrainedModel)]
-        assert {part.config._attn_implementation for part in parts} == {other}
-        assert torch.equal(logits(models[name], input_ids), expected[other])
-    with pytest.raises(ValueError, match="no_such_attention"):
-        models["sdpa"].set_attn_implementation("no_such_attention")
-    generated = eager.generate(
-        input_ids, max_new_tokens=3, min_new_tokens=3, output_attentions=True, return_dict_in_generate=True,
-        pad_token_id=0,
-    )  # fmt: skip
-    assert len(generated.attentions) == 3
 
 
 def test_the_own_name_is_not_seen_in_another_thread() -> None:

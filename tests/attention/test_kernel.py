@@ -129,19 +129,6 @@ def test_the_state_does_not_grow() -> None:
     assert sizes[0] == sizes[1] == 2 * 2 * 16 * (16 + 1)  # layers and heads of keys
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beam", "chunked"]
-)
-def test_generate_equals_generate_without_a_cache(how: dict[str, Any]) -> None:
-    model, data = grouped(), batch((0, 5, 20))
-    prompt = {name: value[:, :26] for name, value in data.items() if name != "position_ids"}
-    limits = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 0, "do_sample": False}
-    plain = {key: value for key, value in how.items() if key == "num_beams"}
-    with rx.patch_model(model, rx.encoding("linear_attention"), target_length=TARGET):
-        cached = model.generate(**prompt, **limits, **how)
-        assert torch.equal(cached, model.generate(**prompt, **limits, **plain, use_cache=False))
-
-
 def test_a_cache_follows_changes_of_its_rows() -> None:
     model, data, order = grouped(), batch(), torch.tensor([2, 0, 0])
     turned = data.rows(order)

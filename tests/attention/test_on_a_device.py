@@ -19,7 +19,7 @@ import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.evaluation.answering import answer_batch
-from rope_extend.evaluation.prompts import PromptOptions, make_prompts
+from rope_extend.evaluation.prompts import Prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey
 from rope_extend.loss import next_token_loss
 from rope_extend.models.processes import PATIENCE
@@ -94,7 +94,7 @@ def test_gradients_under_distributed_data_parallel(device: str) -> None:
 @pytest.mark.parametrize("name", ["yarn", "dynamic_ntk"])
 def test_passkeys_have_the_scores_of_the_cpu(name: str, device: str) -> None:
     tokenizer, task = AutoTokenizer.from_pretrained(MODEL_DIR), Passkey(template="demo")
-    options = PromptOptions(depths=(0.0, 0.5, 1.0), trials=2)
+    options = Prompts(depths=(0.0, 0.5, 1.0), trials=2)
     batches = [make_prompts(task, tokenizer, length, options) for length in (256, 512)]
     scores = []
     for place in ("cpu", device):

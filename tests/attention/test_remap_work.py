@@ -9,7 +9,7 @@ from test_remaps import Recorder
 import rope_extend as rx
 from rope_extend.attention import remap_parts
 from rope_extend.encodings import RemapEncoding, RopeShape
-from rope_extend.encodings.core.remap import Bands, Borders, Chunks, StartAndWindow
+from rope_extend.encodings.core.regions import Bands, Borders, Chunks, StartAndWindow
 
 SHAPE = RopeShape(8, 10_000.0, 8192)
 METHODS = {

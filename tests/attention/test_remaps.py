@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +26,14 @@ from cases import (
 from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import PLAIN, naive_llama
+from test_attention import INSIDE, PLAIN, naive_llama
 from tolerances import assert_same_but_rounding, rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
-from rope_extend.attention import forward, remap_parts, remaps
+from rope_extend.attention import forward, remap_parts, rotation
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import adapter_for
@@ -288,13 +286,17 @@ class Recorder(TorchDispatchMode):
 LONG = 1200
 
 
-@each_method
-def test_a_prefill_takes_memory_linear_in_the_length_and_no_more_work(case: EncodingCase) -> None:
+@pytest.mark.parametrize("method", [*REMAPS, *INSIDE], ids=str)
+def test_a_prefill_takes_memory_linear_in_the_length_and_no_more_work(method: EncodingCase | str) -> None:
     model = llama(head_dim=16, num_hidden_layers=1)
+    encoding = (
+        rx.Encoding.from_dict(INSIDE[method]) if isinstance(method, str) else method.build(shape_of(model))
+    )
     recorders = []
     for length in (LONG // 2, LONG):
         recorders.append(Recorder())
-        with patched(model, case), torch.no_grad(), recorders[-1]:
+        patch = rx.patch_model(model, encoding, target_length=TARGET)
+        with patch, torch.no_grad(), recorders[-1]:
             model(tokens(1, length), use_cache=False)
     half, whole = recorders[0].largest, recorders[1].largest
     assert whole <= 2 * half
@@ -308,7 +310,7 @@ def test_kept_tables_are_bounded(implementation: str, monkeypatch: pytest.Monkey
     model = llama(head_dim=16, attn_implementation=implementation)
     case = next(each for each in REMAPS if each.name == "jet_long")
     sizes: list[int] = []
-    attended = remaps.RemapHandler.attended
+    attended = rotation.RotationHandler.attended
 
     def measured(handler: Any, module: Any) -> None:
         kept = [
@@ -317,7 +319,7 @@ def test_kept_tables_are_bounded(implementation: str, monkeypatch: pytest.Monkey
         sizes.append(sum(part.numel() * part.element_size() for each in kept for part in each))
         attended(handler, module)
 
-    monkeypatch.setattr(remaps.RemapHandler, "attended", measured)
+    monkeypatch.setattr(rotation.RotationHandler, "attended", measured)
     length, limit = 160, 2**15
     with patched(model, case):
         expected = logits(model, tokens(1, length))
@@ -479,20 +481,3 @@ def test_other_methods_around_are_refused() -> None:
     for outer in ("resonance", "logn", "short_original", "xpos"):
         with pytest.raises(rx.RopeExtendError, match=rf"{outer}: inner must be.*use self_extend alone"):
             rx.extend(model, TARGET, f"{outer}(self_extend)")
-
-
-@pytest.mark.parametrize("name", ["self_extend", "dual_chunk"])
-def test_a_saved_model_computes_the_same_and_no_other_program_claims_to(name: str, tmp_path: Path) -> None:
-    case = next(each for each in REMAPS if each.name == name)
-    model = llama(head_dim=16)
-    with patched(model, case) as patch:
-        expected = logits(model, tokens(1, LENGTH))
-        assert torch.equal(logits(copy.deepcopy(model), tokens(1, LENGTH)), expected)
-        directory = rx.save(model, tmp_path / "saved")
-        same(logits(rx.load(directory), tokens(1, LENGTH)), expected)
-        assert patch.changed
-    for target in ("vllm", "sglang"):
-        reason = rf"cannot be exported to {target}: .*rotates distant pairs"
-        with pytest.raises(rx.RopeExtendError, match=reason):
-            rx.export(directory, tmp_path / target, to=target)
-        assert not (tmp_path / target).exists()

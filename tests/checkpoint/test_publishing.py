@@ -71,12 +71,12 @@ def test_what_is_uploaded_loads_and_the_users_own_files_stay_here_and_are_named(
     (directory / "checkpoints" / "step-2").mkdir(parents=True)
     (directory / "checkpoints" / "step-2" / "config.json").write_text("{}")
     (tmp_path / "secret.json").write_text("{}")
-    (directory / "link.json").symlink_to(tmp_path / "secret.json")
+    (directory / "NOTICE.link").symlink_to(tmp_path / "secret.json")
     with caplog.at_level("INFO", "rope_extend"):
         main(["push", str(directory), "owner/name", "--private"])
     assert "https://hub/owner/name/commit/1" in capsys.readouterr().out
     assert {path.relative_to(hub).as_posix() for path in hub.rglob("*")} == before | set(sent)
-    left = sorted([*own, "checkpoints", "link.json"])
+    left = sorted([*own, "checkpoints", "NOTICE.link"])
     assert f"not uploaded from {directory}: {', '.join(left)}" in caplog.text
     assert ("owner/name", {"private": True, "exist_ok": True}) in Hub.calls
     ids = torch.arange(40)[None] % 50

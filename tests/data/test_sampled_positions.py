@@ -172,14 +172,6 @@ def test_stock_training_takes_the_gaps_as_one_text() -> None:
     assert abs(cut.item() - stock.item()) > 1e-4
 
 
-def test_wrong_samplers_and_blocks_are_refused() -> None:
-    for sampler, length, message in (("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")):
-        with pytest.raises(RopeExtendError, match=message):
-            PositionCollator(sampler, 64).positions(length, 0)
-    with pytest.raises(RopeExtendError, match=r"named 'posey'; use one of pose, cream, random"):
-        PositionCollator("posey", 64)
-
-
 @pytest.mark.parametrize(
     ("method", "parameters", "message"),
     [
@@ -229,9 +221,3 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
     assert result.share_beyond == expected.share_beyond(TRAINED, TRAINED, 8192)
     assert expected.share_beyond(TRAINED, TRAINED, 12) == (flat >= TRAINED).double().mean().item()
     assert "it used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
-
-
-def test_a_meaningless_run_is_refused_before_the_weights_are_loaded(recipe: Recipe) -> None:
-    with pytest.raises(RopeExtendError, match=r"positions pose cannot be combined with logn\(yarn"):
-        finetune(replace(recipe, method="logn(yarn)"))
-    assert not Path(recipe.output_dir).exists()

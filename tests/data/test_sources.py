@@ -108,12 +108,6 @@ def test_another_form_is_refused_with_what_to_do(name: str, tmp_path: Path) -> N
         list(read_texts(tmp_path / name, "text", "train"))
 
 
-def test_the_columns_of_a_table_are_named_by_the_user(tmp_path: Path) -> None:
-    (tmp_path / "A.TSV").write_text("id\tbody\n007\tabc\n")
-    for column, expected in (("id", "007"), ("body", "abc")):
-        assert [text for _, text in read_texts(tmp_path / "A.TSV", column, "train")] == [expected]
-
-
 def test_in_a_directory_tables_of_unknown_content_are_read_only_if_named(tmp_path: Path) -> None:
     for name in ("b.txt", "a.jsonl.gz", "index.csv", "meta.json", "c.md.xz", "picture.png"):
         content = READ["a.jsonl.gz" if "jsonl" in name else "a.log.xz" if "xz" in name else "a.txt"][0]

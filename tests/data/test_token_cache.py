@@ -124,14 +124,6 @@ def test_without_a_writable_cache_there_is_a_warning(
     assert "cannot write the token cache" in caplog.text
 
 
-def test_files_leave_no_copy_of_their_text(load: Load, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", json.dumps({"text": "a secret"}), 1)
-    load(tmp_path / "rows.jsonl")
-    kept = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert kept
-    assert not any(b"secret" in content for content in kept)
-
-
 @given(st.lists(st.text(), max_size=4), st.lists(st.text(), max_size=4))
 def test_keys_differ_where_texts_or_their_division_do(one: list[str], other: list[str]) -> None:
     assert (cache_key(one, "t") == cache_key(other, "t")) == (one == other)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import rope_extend as rx
 from rope_extend.encodings import RemapEncoding, RopeShape, rotary_method
-from rope_extend.encodings.core.remap import Bands
+from rope_extend.encodings.core.regions import Bands
 
 NAMES = ("self_extend", "rerope", "string", "jet_long", "sinks", "dual_chunk")
 """Methods that keep the frequencies of plain RoPE."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rope_extend as rx
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS, ChunkedForward
 from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.loss import hidden_states
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.models import view
 
 CPU = torch.device("cpu")
 
@@ -62,21 +61,12 @@ def test_every_family_has_the_strategy_that_gives_what_one_forward_gives(family:
         else "layer by layer"
     )
     assert chunked.strategy == expected
+    assert LossComputer(model, CPU).can_chunk(64, 24) == (expected is not None)  # else whole
     if expected is not None:
         chunks = list(chunked.in_chunks(ids, 24))
         assert [chunk.shape[1] for chunk in chunks] == [24, 24, 16]
         whole = hidden_states(model, ids)
         torch.testing.assert_close(torch.cat(chunks, dim=1), whole, rtol=1e-4, atol=1e-4)
-
-
-def test_a_family_that_loses_state_between_chunks_is_processed_whole(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, documents = tiny_model(next(case for case in FAMILIES if case.model_type == "bamba")), texts(40)
-    with caplog.at_level(logging.INFO, "rope_extend"):
-        chunks = measure(model, documents, [40], chunk=16)
-    assert chunks.ppl == measure(model, documents, [40]).ppl
-    assert "windows of 40 tokens are processed whole" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -92,34 +82,6 @@ def test_layer_by_layer_under_a_patch(method: str) -> None:
         assert chunked.strategy == "layer by layer"
         chunks = torch.cat(list(chunked.in_chunks(ids, 30)), dim=1)
         torch.testing.assert_close(chunks, hidden_states(model, ids), rtol=1e-4, atol=1e-4)
-
-
-def test_both_strategies_agree_bit_for_bit() -> None:
-    """They run the same kernels on the same shapes, in another order."""
-    model = sliding(10).eval()
-    chunked = ChunkedForward(model, CPU)
-    chunks = torch.split(torch.stack([one.input_ids for one in texts(70, 70)]), 16, dim=1)
-    with torch.no_grad():
-        for one, other in zip(chunked.by_layer(chunks), chunked.with_cache(chunks), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_an_interruption_restores_the_layers() -> None:
-    model = tiny().eval()
-    before = list(model.model.layers)
-    generator = ChunkedForward(model, CPU).by_layer(torch.split(texts(40)[0].input_ids[None], 16, dim=1))
-    next(generator)
-    assert list(model.model.layers) == before  # between two chunks too
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.model.layers[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        measure(model, texts(40), [40], chunk=16)
-    handle.remove()
-    assert list(model.model.layers) == before
-    assert measure(model, texts(40), [40], chunk=16).ppl == measure(model, texts(40), [40], chunk=16).ppl
 
 
 def sizes(model: torch.nn.Module, length: int) -> list[int]:
@@ -245,12 +207,58 @@ def test_flash_attention_of_the_last_queries_on_a_gpu() -> None:
     assert gaps.max() < 0.05
 
 
-def test_a_window_of_millions_of_tokens_is_planned_with_few_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables at the first and at the last chunk tell whether they change in between."""
-    made: list[int] = []
-    own = view.active_table
-    monkeypatch.setattr(view, "active_table", lambda *of: (made.append(of[-1]), own(*of))[1])
-    assert LossComputer(tiny().eval(), CPU).can_chunk(2**23, 256)
-    assert set(made) <= {256, 2**23}
-    dynamic = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
-    assert not LossComputer(dynamic.eval(), CPU).can_chunk(2**23, 256)
+class Small:
+    """A hook of the first layer that imitates a device with memory for only `fits` tokens at a time."""
+
+    def __init__(self, fits: int, error: Exception) -> None:
+        self.fits, self.error, self.sizes = fits, error, []
+
+    def __call__(self, _module: object, states: tuple[torch.Tensor]) -> None:
+        size = states[0].shape[:2].numel()
+        if size > sum(TRIAL_CHUNKS):
+            self.sizes.append(size)
+        if size > self.fits:
+            raise self.error
+
+
+def test_if_memory_runs_out_the_document_is_repeated_in_smaller_chunks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, documents = tiny(), texts(96, 96, 96)
+    whole = measure(model, documents, [48, 96])
+    small = Small(30, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    handle = model.model.layers[0].register_forward_pre_hook(small)
+    result = measure(model, documents, [48, 96])
+    handle.remove()
+    # The first document fails whole and in halves. The others start with what fits.
+    assert small.sizes == [96, 48] + [24] * 12
+    assert caplog.text.count("retrying in chunks of") == 2
+    assert "'text0': retrying in chunks of 24 tokens" in caplog.text
+    np.testing.assert_allclose(result.nll_by_position, whole.nll_by_position, rtol=1e-5, atol=1e-5)
+    assert result.forward_tokens == whole.forward_tokens
+
+
+@pytest.mark.slow
+def test_if_memory_runs_out_batches_get_smaller() -> None:
+    model, documents = tiny(), texts(96)
+    whole = measure(model, documents, [16], protocol="sliding", stride=4)
+    small = Small(16, torch.OutOfMemoryError("CUDA out of memory"))
+    handle = model.model.layers[0].register_forward_pre_hook(small)
+    result = measure(model, documents, [16], protocol="sliding", stride=4)
+    handle.remove()
+    assert result.ppl[16] == pytest.approx(whole.ppl[16], rel=1e-5)
+    assert [size for size in small.sizes if size > 16] == [320, 160, 80, 32]
+    assert small.sizes[-21:] == [16] * 21
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_one_clear_error() -> None:
+    model, documents = tiny(), texts(96)
+    handle = model.model.layers[0].register_forward_pre_hook(
+        Small(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    )
+    with pytest.raises(
+        RopeExtendError, match=r"out of memory on 'text0', even in chunks of .*Tried to allocate"
+    ):
+        measure(model, documents, [96])
+    handle.remove()

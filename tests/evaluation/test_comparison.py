@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ from test_report import row
 
 import rope_extend as rx
 from rope_extend.cli.main import main
+from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, pairs
-from rope_extend.evaluation.report_files import write_report
+from rope_extend.evaluation.labels import adapter_labels, distinct_names, method_labels
+from rope_extend.evaluation.report_files import read_runs, write_report
 from rope_extend.evaluation.report_parts import comparison_parts
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import paired_rates
-from rope_extend.plots.curves import plot_ratio
-from rope_extend.plots.style import Canvas
 from rope_extend.report.page import markdown
 
 FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
@@ -57,9 +58,7 @@ def test_rates_are_compared_prompt_by_prompt() -> None:
     assert compare(forth, back).changes[0].change.change == 0
 
 
-def test_two_methods_are_compared_document_by_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_methods_are_compared_document_by_document() -> None:
     model = tiny()
     plain = measured("none", model)
     with rx.extend(model, 64, "linear"):
@@ -72,18 +71,6 @@ def test_two_methods_are_compared_document_by_document(
     assert f"{found.differences[1].nats:+.4f}" in text
     # The second row has only one of the two lengths.
     assert [one.length for one in compare(plain, measured("b", model, [64])).differences] == [64]
-    drawn: list[Canvas] = []
-    monkeypatch.setattr(Canvas, "save", lambda self: drawn.append(self))
-    far = replace(linear, label="far", result=replace(linear.result, document_nll={16: [999.0] * 4}))
-    plot_ratio([found, compare(plain, far)], tmp_path / "a.png")
-    assert not any("far" in str(line.get_label()) for line in drawn[0].axes.lines)  # outside the picture
-    (curve,) = (line for line in drawn[0].axes.lines if "linear" in str(line.get_label()))
-    ratios = {one.length: one.ratio for one in found.differences}
-    assert dict(zip(*curve.get_data(), strict=True)) == pytest.approx(ratios)
-    low, high = drawn[0].axes.collections[0].get_segments()[1][:, 1]
-    assert (low, high) == pytest.approx((math.exp(found.longest.low), min(2, math.exp(found.longest.high))))
-    with pytest.raises(RopeExtendError, match="nothing to draw"):
-        plot_ratio([], tmp_path / "b.png")
 
 
 def test_rows_that_cannot_be_compared_are_refused() -> None:
@@ -120,7 +107,6 @@ def test_rows_of_runs_are_paired_by_label() -> None:
     for first, second, names, rows, message in (
         ([a, b], [c, c], ("one", "two"), [], "nothing to compare: one has 'a', 'b', two has 'c'"),
         ([a, b], [a, b], ("one", "one"), [], "nothing to compare"),
-        ([a], [a], ("one", "one"), ["a"], "nothing to compare"),
         ([a, b], [a, b], ("one", "two"), ["d"], "no row 'd'; choose one of 'a', 'b'"),
         ([a, b], [a, b], ("one", "two"), ["a", "b", "b"], "one row or two"),
     ):
@@ -153,3 +139,63 @@ def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         main(shlex.split(f"compare {first} {tmp_path / 'nowhere'}"))
     assert "no results at" in capsys.readouterr().err
+
+
+YARN = SimpleNamespace(encoding=encoding("yarn", factor=2.0), target_length=64)
+PLAIN = SimpleNamespace(encoding=encoding("none"), target_length=256)
+
+
+def test_adapters_with_directories_of_the_same_name_have_different_labels() -> None:
+    labels = adapter_labels({"seed0/yarn": YARN, "seed1/yarn": YARN, "seed1/none": PLAIN})
+    assert [*labels.values()] == [
+        "yarn + LoRA (seed0/yarn)",
+        "yarn + LoRA (seed1/yarn)",
+        "none + LoRA at 256",
+    ]
+    assert [*adapter_labels({"seed0/yarn": YARN}).values()] == ["yarn + LoRA"]
+    made = method_named("logn(resonance(ntk))").for_target(RopeShape(8, 1e4, 32), 64)
+    composed = SimpleNamespace(encoding=made, target_length=64)
+    assert [*adapter_labels({"a": composed}).values()] == ["logn(resonance(ntk)) + LoRA"]
+
+
+def test_the_same_adapter_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "yarn")
+    for other in (f"{tmp_path}/yarn/", os.path.relpath(tmp_path / "yarn"), str(tmp_path / "link")):
+        with pytest.raises(RopeExtendError, match="are the same directory; give each adapter once"):
+            adapter_labels({str(tmp_path / "yarn"): YARN, other: YARN})
+
+
+def test_names_have_as_many_parts_as_are_needed() -> None:
+    assert distinct_names(["/a/x", "/b/y"]) == ["x", "y"]
+    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "b/y/1"]
+    assert distinct_names(["/x", "/a/x"]) == ["x", "a/x"]
+    assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
+    assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
+
+
+def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:
+    here, methods = Path.cwd(), ["none", "/a/found", "/b/found", "~/other", "found/x"]
+    labels = ["none", "found (a/found)", "found (b/found)", "other", "found/x"]
+    assert [*method_labels([*methods, f"{here}/y"]).values()] == [*labels, "y"]
+    assert len({*method_labels(["none", "/c/none"]).values()}) == 2
+    with pytest.raises(RopeExtendError, match="give each method once"):
+        method_labels(["a/found", f"{here}/a/found"])
+
+
+def test_runs_in_directories_of_the_same_name_have_different_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And texts or prompts that differ are pointed out."""
+    rows = {"a": row("none", "none", 2.0), "b": row("none", "none", 2.5)}
+    rows |= {"c": row("none", "none", 2.0, data="f" * 16)}
+    rows |= {name: retrieved("none", FIRST, data=name[0]) for name in ("x", "x2", "y")}
+    for name, one in rows.items():
+        (tmp_path / name / "out").mkdir(parents=True)
+        (tmp_path / name / "out" / "results.jsonl").write_text(json.dumps(one.to_dict()))
+    paths = [tmp_path / "a" / "out", tmp_path / "b" / "out" / "results.jsonl"]
+    assert [one.label for one in read_runs(paths)] == ["none (a/out)", "none (b/out)"]
+    assert [one.label for one in read_runs(paths[:1])] == ["none"]
+    read_runs([tmp_path / "x" / "out", tmp_path / "x2" / "out"])
+    assert not caplog.text
+    read_runs([*paths, tmp_path / "c" / "out"])
+    assert "measured on different texts" in caplog.text

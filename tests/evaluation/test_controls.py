@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from batches import logits, tokens
+from cases import TARGET, tiny_llama
+from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
+from scaled_models import scaled_copy
 from test_perplexity import measure, naive_losses, texts, tiny
-from test_report import result, row
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from test_report import row
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
+from rope_extend.checkpoint.info import info
+from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.comparison import against_cropped, differences, regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.report_files import markdown_report, read_results
+from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.lora import lora_config
 
 TRAINED = 32
 
@@ -78,63 +87,13 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
     assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
 
 
-@pytest.mark.usefixtures("private_cache")
-@pytest.mark.parametrize(
-    ("protocol", "options"), [("sliding", {"stride": 8}), ("last-k", {"last": 8}), ("disjoint", {})]
-)
-def test_a_protocol_with_the_same_targets_is_its_own_control(
-    work: Path, protocol: str, options: dict[str, int]
-) -> None:
-    rows = evaluated(
-        work / "model", data=work / "data", lengths=[16, 64, 128], methods=["yarn"], protocol=protocol,
-        max_tokens=200, **options,
-    )  # fmt: skip
-    extended, control = (one.result for one in rows)
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    documents = rx.load_documents(work / "data", tokenizer, max_tokens=200)
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    alone = measure(model, documents, [TRAINED], protocol=protocol, **options)
-    assert control.ppl == {64: pytest.approx(alone.ppl[TRAINED]), 128: pytest.approx(alone.ppl[TRAINED])}
-    assert control.cropped
-    assert control.window == TRAINED
-    assert not extended.cropped
-    assert (control.data, control.tokens[64]) == (extended.data, extended.tokens[64])
-    (gain,) = against_cropped(rows)
-    assert [one.length for one in gain.differences] == [64, 128]
-    assert gain.differences[1].ratio == pytest.approx(extended.ppl[128] / alone.ppl[TRAINED])
-
-
-@pytest.mark.parametrize(
-    ("settings", "crops"),
-    [
-        ({"protocol": "sliding", "stride": 31}, True),
-        ({"protocol": "sliding", "stride": 32}, False),
-        ({"protocol": "last-k", "last": 32}, True),
-        ({"protocol": "last-k", "last": 33}, False),
-        ({"protocol": "disjoint"}, True),
-        ({"protocol": "disjoint-second-half"}, False),
-        ({}, True),
-    ],
-    ids=str,
-)
-def test_no_control_scores_other_targets(settings: dict[str, Any], crops: bool, work: Path) -> None:
-    """Windows of 32 tokens, 32 apart, never score their first token; longer ones do. The report says so."""
-    config = EvaluationConfig(model=str(work / "model"), methods=("none", "yarn"), lengths=(64,), **settings)
-    assert Measurement(config, texts=False).crops == crops
-    found = result(2.0, (64,), **settings)
-    text = markdown_report([replace(row("none", "none", 2.0), result=found, trained_length=TRAINED)])
-    assert ("No control with a cropped context" in text) != crops
-
-
 def test_rows_with_other_targets_are_not_compared() -> None:
-    rows = [measured("none", "none", tiny(), protocol="sliding", stride=16) for _ in range(2)]
-    whole, fewer = rows[0].result, rows[1].result.repeated(32, [64])
-    fewer = replace(fewer, document_terms={64: [terms - 1 for terms in fewer.document_terms[64]]})
+    whole = measured("none", "none", tiny(), protocol="sliding", stride=16).result
+    fewer = replace(whole, document_terms={64: [terms - 1 for terms in whole.document_terms[64]]})
     with pytest.raises(RopeExtendError, match="scored different targets of the same text at 64"):
         differences(fewer, whole, [64])
-    control = replace(rows[1], label="none, cropped to 32", result=fewer)
-    assert against_cropped([rows[0], control]) == []
-    assert "divided by that of" not in markdown_report([rows[0], control])
+    text = markdown_report([replace(row("none", "none", 2.0), result=whole, trained_length=TRAINED)])
+    assert "No control with a cropped context" in text
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -148,33 +107,6 @@ def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None
     strided = evaluated(work / "model", methods=["none"], protocol="sliding", stride=8, max_tokens=99,
                         cropped=False, **common)  # fmt: skip
     assert sorted(strided[0].result.ppl) == [16, 64]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_retrieval_within_the_window_is_in_the_default_report(work: Path, tmp_path: Path) -> None:
-    """The bundled model finds its keys within its window; position interpolation loses them."""
-    command = f"evaluate {MODEL_DIR} --data {work / 'data'} --lengths 512 --methods linear,dynamic_ntk"
-    main(shlex.split(f"{command} --output {tmp_path / 'report'} --retrieval 2"))
-    rows = read_results(tmp_path / "report")
-    assert [one.label for one in rows] == ["linear", "dynamic_ntk", "none, cropped to 256"]
-    by_label = {one.label: one.retrieval for one in rows}
-    for one in by_label.values():
-        assert one.lengths("passkey") == [256]
-        assert one.depths("passkey") == [0, 0.25, 0.5, 0.75, 1]
-        assert one.rate("passkey", 256).trials == 10
-    assert by_label["none, cropped to 256"].cells == by_label["dynamic_ntk"].cells
-    before, after = (by_label[name].rate("passkey", 256).mean for name in ("none, cropped to 256", "linear"))
-    assert before >= 0.8
-    assert after <= 0.5
-
-    found = {pair.second.label: pair.changes[0].change for pair in regressions(rows)}
-    assert found["linear"].change == pytest.approx(after - before)
-    assert found["linear"].high < 0
-    assert found["dynamic_ntk"].change == 0
-    for text in ((tmp_path / "report" / name).read_text() for name in ("report.html", "report.md")):
-        assert "within the trained window of 256, compared with none, cropped to 256" in text
-        assert str(found["linear"]) in text
 
 
 @pytest.mark.parametrize(
@@ -191,11 +123,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(work: Path, tmp_pa
 def test_passkeys_are_asked_if_there_is_something_to_compare(settings: dict[str, Any], trials: int) -> None:
     config = EvaluationConfig(model=str(MODEL_DIR), lengths=(512,), **settings)
     prompts = Measurement(config, texts=False).asked
-    assert (prompts.options.trials if prompts.tasks else 0) == trials
-    with pytest.raises(
-        RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
-    ):
-        EvaluationConfig(model=str(MODEL_DIR), retrieval=-1)
+    assert (prompts.trials if prompts.tasks else 0) == trials
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -206,3 +134,97 @@ def test_a_task_that_does_not_fit_the_old_window_is_left_out(
     assert not any(one.retrieval for one in found)
     assert "passkey at 32 is not measured: the task passkey needs about" in caplog.text
     assert "Retrieval" not in markdown_report(found)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: bool, tmp_path: Path) -> None:
+    model, adapter = tiny_llama(tie_word_embeddings=tied), str(tmp_path / "adapter")
+    rx.extend(model, TARGET, "yarn")
+    recipe = rx.Recipe(
+        model="tiny", data="none", output_dir=adapter, target_length=TARGET, train_norm_embed=True,
+        lora_rank=2,
+    )  # fmt: skip
+    tuned = get_peft_model(model, lora_config(model, recipe))
+    with torch.no_grad():
+        for name, weight in tuned.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(0.1)
+    rx.save(tuned, adapter)
+
+    model, ids = tiny_llama(tie_word_embeddings=tied), tokens(1, 12)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = logits(model, ids)
+    candidates = Candidates(
+        "tiny", LoadOptions(), model, info(model), (TARGET,), {}, {adapter: read_record(adapter)}
+    )
+    with candidates.prepared(model, adapter=adapter) as tuned:
+        assert not torch.allclose(logits(tuned, ids), expected)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert torch.equal(logits(model, ids), expected)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r'\(bias="all"\).*\(rope-extend merge\)'),
+        (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), r"\(pissa\)"),
+        (VeraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(merge_and_unload of peft, then rope"),
+    ],
+)
+def test_an_adapter_that_changes_the_model_itself_is_refused_with_a_merge_that_works(
+    config: PeftConfig, advice: str, tmp_path: Path
+) -> None:
+    """Its row would change the rows that follow, because nothing restores the weights."""
+    tiny_llama(attention_bias=True).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rx.extend(model, TARGET, "yarn")
+    rx.save(get_peft_model(model, config), tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    settings = EvaluationConfig(model=str(tmp_path / "base"), adapters=(str(tmp_path / "adapter"),))
+    with pytest.raises(RopeExtendError, match=f"own weights on loading .*{advice}"):
+        Candidates.of(settings)
+    if isinstance(config, VeraConfig):
+        tuned, ids = rx.load(tmp_path / "adapter"), tokens(1, 12)
+        expected = logits(tuned, ids)
+        rx.save(tuned.merge_and_unload(), tmp_path / "merged")
+        torch.testing.assert_close(logits(rx.load(tmp_path / "merged"), ids), expected)
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate MODEL --lengths 32,128 --plan",
+        "evaluate MODEL --lengths 32,128 --data DATA --output OUTPUT",
+        "retrieve MODEL --lengths 128 --output OUTPUT",
+    ],
+)
+def test_a_method_that_changes_nothing_is_refused_before_any_weights(
+    command: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The rows before it may take hours. An estimate refuses it too."""
+    monkeypatch.setattr(LoadOptions, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    model, output = scaled_copy(work / "model", tmp_path, "yarn"), tmp_path / "report"
+    places = {"MODEL": str(model), "DATA": str(work / "data"), "OUTPUT": str(output)}
+    with pytest.raises(SystemExit):
+        main([*(places.get(word, word) for word in command.split()), "--methods", "none,yarn"])
+    assert f"yarn leaves the rotary tables of {model} unchanged; leave it out" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: Path, tmp_path: Path) -> None:
+    """Dynamic YaRN and YaRN have the same table at the target, and others below."""
+    model = scaled_copy(work / "model", tmp_path, "yarn")
+    config = EvaluationConfig(model=str(model), methods=("as-is", "dynamic_yarn"), lengths=(32, 128))
+    candidates, ids = Candidates.of(config), tokens(1, 32)
+    lm, found = candidates.load_options.load(candidates.name), []
+    for method in candidates.encodings:
+        with candidates.prepared(lm, method) as extended:
+            found.append(logits(extended, ids))
+    own, dynamic = found
+    assert not torch.allclose(own, dynamic, atol=1e-4)
+    with pytest.raises(PatchError, match="use as-is"):
+        Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))

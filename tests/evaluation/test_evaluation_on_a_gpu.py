@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -16,17 +15,15 @@ from test_retrieval import TOKENIZER, Oracle, measured
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend import RopeExtendError, loss
+from rope_extend import RopeExtendError
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.evaluation import chunked_forward, evaluate
+from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.answering import generate
-from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
-from rope_extend.evaluation.evaluation_mode import cast_adapter
+from rope_extend.evaluation.candidates import cast_adapter
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype
-from rope_extend.models.planned_device import planned_for
 
 
 def test_what_torch_keeps_cached_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,22 +92,6 @@ def test_bfloat16_is_the_default_only_with_hardware_for_it(monkeypatch: pytest.M
     assert default_dtype(torch.device("cuda")) == torch.bfloat16
 
 
-def test_evaluations_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan fills the card to 95 %, and chunks of many sizes leave gaps otherwise."""
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    for run in (
-        lambda: evaluate.evaluate(EvaluationConfig(model="nowhere", data="nowhere")),
-        lambda: evaluate.retrieve(RetrievalConfig(model="nowhere")),
-    ):
-        monkeypatch.setenv(name, "")
-        with pytest.raises(RopeExtendError):
-            run()
-        assert os.environ[name] == "expandable_segments:True"
-
-
 @pytest.mark.parametrize(("method", "rows"), [(None, 1), ("dynamic_ntk", 2), ("alibi", 1)])
 @torch.no_grad()
 def test_long_prompts_are_processed_in_chunks(
@@ -155,27 +136,6 @@ def test_decoding_builds_no_plan_for_each_token(monkeypatch: pytest.MonkeyPatch)
     measured(Oracle())
     assert seen == [True, False] * (len(seen) // 2)
     assert torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize(("device", "tokens"), [("cpu", 130), ("cuda", 512)])
-def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tiles of 128 rows of a matrix product; and the softmax of a chunk at once, not of 8 tokens."""
-    sizes, softmax = [], torch.log_softmax
-
-    def noted(part: torch.Tensor, *more: Any, **out: Any) -> torch.Tensor:
-        sizes.append(len(part))
-        return softmax(part, *more, **out)
-
-    monkeypatch.setattr(torch, "log_softmax", noted)
-    with torch.device("meta"), torch.no_grad(), planned_for(torch.device(device)):
-        head = torch.nn.Linear(2, 128_256, bias=False, dtype=torch.bfloat16)
-        states, targets = (
-            torch.empty(1, 1024, 2, dtype=torch.bfloat16),
-            torch.zeros(1, 1024, dtype=torch.int64),
-        )
-        loss.token_losses(states, head, targets, vocabulary=128_256)
-    assert loss._tokens_per_chunk(128_256, None, torch.device(device)) == tokens
-    assert sizes == [512, 512] if device == "cuda" else max(sizes) == 8
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

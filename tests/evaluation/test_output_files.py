@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -30,22 +30,16 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import running
 from rope_extend.evaluation.cells import CELLS, PERPLEXITY, Cell, Row
-from rope_extend.evaluation.collecting import perplexity_values
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.report_files import read_results
+from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.files import replacing
 
 PARTS = 2
 """Documents or trials of each row."""
 
-FOREIGN_FILES = (
-    "notes.txt",
-    "losses/mine.npz",
-    "prompts.txt",
-    "cells-mine.jsonl",
-    "heat_map_mine.png",
-)
+FOREIGN_FILES = ("notes.txt", "losses/mine.npz", "cells-mine.jsonl", "heat_map_mine.png")
 FOREIGN_LINKS = ("link.txt", "losses/link.npz", ".results.jsonl.partial", ".report.md.partial")
 """Links to a file elsewhere: also under names that an earlier version wrote to."""
 
@@ -114,7 +108,6 @@ class Runs(RuleBasedStateMachine):
         self.patches = pytest.MonkeyPatch()
         self.faults = Faults(self.patches)
         self.measured = 0
-        self.interrupted_before = False
         for name in ("curves.plot_perplexity", "curves.plot_loss_by_position"):
             self.patches.setattr(f"rope_extend.plots.{name}", draw)
 
@@ -173,93 +166,69 @@ class Runs(RuleBasedStateMachine):
             with self.faults.at(fault):
                 self.start(rows, version, more, **flags)
         except KeyboardInterrupt:
-            self.interrupted_before = True
             return
         assert self.measured == len(rows) * PARTS - (kept if how == "resume" else 0)
-        self.check_finished(rows, version, more)
+        found = read_results(self.output)
+        assert [row.label for row in found] == [*rows]
+        assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
 
-    def imitated(self, rows: tuple[str, ...], version: int, identity: dict[str, Any]) -> Any:
-        """Imitates everything but the runner: a model of a version, and cells of a part of a row each."""
+    def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
+        """A run in which everything but the runner is imitated: the model, and cells of a part of a row."""
         own = [Row(label, method=label) for label in rows]
         model = SimpleNamespace(torch_device=torch.device("cpu"), load=lambda *_, **__: None)
         cells = [
-            Cell(PERPLEXITY, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
+            Cell(PERPLEXITY, row, number, number, 1.0, 8, {"row": row.label, "number": number, "more": more})
             for number in range(PARTS)
             for row in own
         ]
-        self.patches.setattr(running, "model_identity", lambda _: {"version": version})
-        self.patches.setattr(running, "_device_name", lambda _: "cpu")
-        self.patches.setattr(running, "_measure", self.measure)
-        return SimpleNamespace(
+        one = SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
             work_text=lambda _: "",
             config=SimpleNamespace(budget=None, version=version, documents=True),
             candidates=SimpleNamespace(name="m", load_options=model, prepared=lambda *_: nullcontext()),
         )  # fmt: skip
-
-    def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> dict[str, Any]:
-        """Imitates a measurement."""
-        self.faults.pass_point()
-        self.measured += 1
-        return self.values(cell, measurement.config.version)
-
-    def about(self, cell: Cell) -> dict[str, Any]:
-        """What a cell says of its row."""
-        none = dict.fromkeys(("encoding", "adapter", "rope_parameters", "target_length"))
-        return {"label": cell.row.label, "model": "m", "trained_length": 8, **none}
-
-    def kept(self, rows: tuple[str, ...]) -> list[dict[str, Any]]:
-        """The finished cells of some rows on disk."""
-        file = self.output / CELLS
-        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]] if file.exists() else []
-        return [line for line in lines if line["label"] in rows]
-
-    def refused(self, names: Sequence[str], how: str, rows: tuple[str, ...], version: int) -> str:
-        """Why a run will be refused."""
-        begun = (self.output / CELLS).exists()
-        holds = [name for name in names if os.path.lexists(self.output / name)]
-        if how == "overwrite":
-            return ""
-        if begun if how == "" else (holds and not begun):
-            return "a measurement, or nothing to resume"
-        if not begun:
-            return f"the directory holds {holds}" if holds else ""
-        stored = json.loads((self.output / CELLS).read_text().splitlines()[0])["identity"]
-        return "" if stored == {"version": version} else "another version"
-
-    def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        one = self.imitated(rows, version, {"losses": more})
+        self.patches.setattr(running, "model_identity", lambda _: {"version": version})
+        self.patches.setattr(running, "_measure", self.measure)
         self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
         config = EvaluationConfig(model="model", methods=rows, output=str(self.output), data=str(version))
         evaluate_module.evaluate(config, **flags)
 
-    def values(self, cell: Cell, version: int) -> dict[str, Any]:
-        """The loss is the version."""
+    def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> dict[str, Any]:
+        """Imitates a measurement; the loss is the version."""
+        self.faults.pass_point()
+        self.measured += 1
+        version = measurement.config.version
         sums = {"document_nll": {8: [7.0 * version]}, "document_terms": {8: [7]}, "tokens": {8: 7}}
         found = replace(result(float(version), (8,)), data=str(cell.number), **sums)
-        return {**self.about(cell), **perplexity_values(found, "text")}
+        row = EvaluationRow(cell.row.label, model="m", trained_length=8).to_dict()
+        return {**row, "document": "text", "result": found.to_dict()}
 
-    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
-        """Why the run will be refused; empty if it will not."""
-        if reason := self.refused(FILES, how, rows, version):
-            return reason
-        others = how == "resume" and self.kept(("none", "yarn"))
-        return "none of the cells is ours" if others and not self.finished(rows, more) else ""
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of the finished cells on disk, after the first."""
+        file = self.output / CELLS
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def finished(self, rows: tuple[str, ...], more: bool) -> int:
         """Number of parts of these rows that are finished on disk."""
-        return len({line["cell"] for line in self.kept(rows) if line["identity"]["losses"] == more})
+        ours = [line for line in self.lines()[1:] if line["label"] in rows]
+        return len({line["cell"] for line in ours if line["identity"]["more"] == more})
+
+    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> bool:
+        """Whether the run will be refused."""
+        lines = self.lines()
+        holds = [name for name in FILES if os.path.lexists(self.output / name)]
+        if how == "overwrite":
+            return False
+        if not lines or how == "":
+            return bool(lines or holds)
+        return lines[0]["identity"] != {"version": version} or (
+            len(lines) > 1 and not self.finished(rows, more)
+        )
 
     def check_report(self) -> None:
         """The report can be read, and has every file that it names."""
         assert read_results(self.output)
         assert all((self.output / name).stat().st_size for name in BASIC)
-
-    def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
-        """The report is that of the run which has just ended."""
-        found = read_results(self.output)
-        assert [row.label for row in found] == [*rows]
-        assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
 
 
 def test_runs_leave_whole_files_and_those_of_other_people() -> None:

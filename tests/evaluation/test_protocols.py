@@ -12,7 +12,6 @@ from test_perplexity import measure, naive_losses, texts, tiny
 
 import rope_extend as rx
 from rope_extend.data.documents import Document
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_help
 
 BOS = 1
@@ -28,7 +27,7 @@ def stock_loss(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
 @pytest.mark.parametrize(("length", "stride"), [(16, 4), (16, 16), (24, 7), (50, 5)])
 def test_sliding_is_position_interpolations(length: int, stride: int) -> None:
     """Strided evaluation per token, as in Press et al. and the documentation of transformers."""
-    model, documents = tiny(), texts(60, 77, 53)
+    model, documents = tiny(), texts(60, 77, 65)  # 65: without overlap, a last window of one token
     total, count = 0.0, 0
     for document in documents:
         ids, scored = document.input_ids, 1
@@ -141,18 +140,18 @@ def test_disjoint_second_half_is_llama_cpps(length: int, bos: bool) -> None:
     assert result.tokens[length] == count
 
 
-@pytest.mark.parametrize("name", [name for name in PROTOCOLS if name != "cropped"])
+@pytest.mark.parametrize("name", PROTOCOLS)
 def test_several_lengths_equal_separate_measurements(name: str) -> None:
-    model, documents = tiny(), texts(70, 77)
-    options = {"stride": 6} if "stride" in PROTOCOLS[name].settings else {}
-    options |= {"last": 6} if "last" in PROTOCOLS[name].settings else {}
+    """Each also in chunks of a window."""
+    model, documents, nested = tiny(), texts(70, 77), PROTOCOLS[name].nested
+    options = dict.fromkeys(PROTOCOLS[name].settings, 6)
     together = measure(model, documents, [12, 33], protocol=name, **options)
-    assert together.passes == (1 if name == "prefix" else 2)
+    assert together.passes == (1 if nested else 2)
     for length in (12, 33):
-        alone = measure(model, documents, [length], protocol=name, **options)
-        assert together.ppl[length] == pytest.approx(alone.ppl[length], rel=1e-6)
+        alone = measure(model, documents, [length], protocol=name, chunk=5, **options)
+        assert together.ppl[length] == pytest.approx(alone.ppl[length], rel=1e-5)
         assert together.tokens[length] == alone.tokens[length]
-    if name != "prefix":  # prefix scores each position once in each document
+    if not nested:  # prefix scores each position once in each document
         assert int(together.scored_by_position.sum()) == together.tokens[33]
     if PROTOCOLS[name].average == "token":  # the same losses, by position
         counts = 1 if together.scored_by_position is None else together.scored_by_position
@@ -202,46 +201,6 @@ def test_only_scored_tokens_go_through_the_head() -> None:
     result = measure(model, texts(100), [64], protocol="sliding", stride=4)
     tries = sum(1 for count in rows if count == 1)  # token_losses finds the vocabulary size once per call
     assert sum(rows) - tries == result.tokens[64] == 99
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("sliding", {"stride": 17}, "stride must be at most 16, the shortest length; got 17"),
-        ("sliding", {}, "stride must be at most 16, the shortest length; got 256"),
-        ("sliding", {"window": 4}, "takes no window; got 4; leave it out, or use one of cropped"),
-        ("sliding", {"stride": 0}, "not a length"),
-        ("last-k", {"last": 17}, "last must be at most 16"),
-        ("last-k", {"last": 4, "lengths": [50]}, "'text1', has 50"),  # one more token is needed
-        ("sliding", {"stride": 16, "documents": []}, "no documents"),
-    ],
-)
-def test_settings_are_checked_before_any_work(name: str, options: dict, message: str) -> None:
-    model = tiny()
-    model.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(RopeExtendError, match=message):
-        measure(model, **{"documents": texts(40, 50), "lengths": [16], "protocol": name, **options})
-
-
-def test_a_last_window_of_one_token_is_left_out() -> None:
-    assert measure(tiny(), texts(33), [16], protocol="sliding", stride=16).tokens == {16: 30}
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_lengths_share_their_targets_only_if_the_settings_allow_it(name: str) -> None:
-    """The scored tokens of a text, window by window, at the shortest length and at longer ones."""
-    rule, tokens = PROTOCOLS[name], 131
-
-    def scored(length: int, settings: dict[str, int]) -> list[int]:
-        windows = rule.layout(tokens, length, settings)
-        return sorted(token for window in windows for token in range(window.first, window.end))
-
-    for value in (5, 15, 16) if rule.settings else (None,):
-        settings = {} if value is None else dict.fromkeys(rule.settings, value)
-        same = all(scored(16, settings) == scored(length, settings) for length in (17, 32, 40, 64))
-        # In a mean of windows, the weight of a target depends on its window.
-        assert rule.shares_targets(settings, 16) == (same and rule.average == "token")
-    assert not PROTOCOLS["last-k"].shares_targets({"last": 17}, 16)  # such windows do not exist
 
 
 def test_every_protocol_is_documented() -> None:

@@ -1,18 +1,18 @@
 """Reports are read back as they were written, and pictures show the measured numbers."""
 
 import csv
+import html
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import rope_extend as rx
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
@@ -22,9 +22,11 @@ from rope_extend.evaluation.report_files import (
     read_results,
     write_report,
 )
-from rope_extend.evaluation.report_parts import perplexity_section
 from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.plots.curves import plot_perplexity
 from rope_extend.plots.style import Canvas
+from rope_extend.report.page import Picture, markdown, page
+from rope_extend.report.tables import Code, Section
 
 TRAINED = 32
 BASIC = (
@@ -72,10 +74,6 @@ def several_rows() -> list[EvaluationRow]:
     ]
 
 
-def perplexity_text(rows: Sequence[EvaluationRow]) -> str:
-    return perplexity_section(rows).markdown(heading=False)
-
-
 @pytest.fixture
 def rows() -> list[EvaluationRow]:
     return several_rows()
@@ -98,8 +96,6 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     *_, first, _ = (json.loads(line) for line in paths[0].read_text().splitlines())
     assert first["encoding"] == {"name": "yarn", "factor": 8.0}
     assert first["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
-    assert first["versions"]["rope_extend"] == rx.__version__
-    assert first["retrieval"]["cells"][0]["rate"]["trials"] == 2
 
 
 def draw(_: object, path: Path, **__: object) -> Path:
@@ -110,7 +106,7 @@ def draw(_: object, path: Path, **__: object) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for picture in ("plot_perplexity", "plot_loss_by_position", "plot_ratio"):
+    for picture in ("plot_perplexity", "plot_loss_by_position"):
         monkeypatch.setattr(f"rope_extend.plots.curves.{picture}", draw)
     for picture in ("plot_accuracy", "plot_heat_map"):
         monkeypatch.setattr(f"rope_extend.plots.retrieval_maps.{picture}", lambda _, __, path: draw(_, path))
@@ -180,20 +176,6 @@ def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_pa
         check_measurement(tmp_path, overwrite=True)
 
 
-def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:
-    lines = perplexity_text(rows).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    assert cells[0] == ["", "32", "64", "128", "256"]
-    assert [line[0] for line in cells[2:]] == [r.label for r in rows]
-    for line, r in zip(cells[2:], rows, strict=True):
-        for cell, length in zip(line[1:], LENGTHS, strict=True):
-            if length in r.result.ppl:
-                assert float(cell.replace(",", "")) == pytest.approx(r.result.ppl[length], rel=5e-3)
-            else:
-                assert cell == "–"
-    assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
-
-
 def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
     rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),)))
     records = [*csv.DictReader(csv_table(rows).splitlines())]
@@ -207,14 +189,6 @@ def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
         assert found == each.result.ppl
     (passkey,) = (record for record in records if record["measured"] == "passkey")
     assert (passkey["row"], passkey["value"], passkey["of"]) == ("plain RoPE", "0.5", "2")
-
-
-def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow]) -> None:
-    other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210")
-    notes = perplexity_text([*rows, other])
-    assert "elsewhere: measured on other text (fedcba9876543210); do not compare" in notes
-    assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
-    assert "do not compare" not in perplexity_text(rows)
 
 
 def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
@@ -241,13 +215,13 @@ HOSTILE = "a|b</td><script>alert(1)</script>\n# Heading\n![x](http://evil/p.png)
 
 @pytest.mark.usefixtures("undrawn")
 def test_no_label_can_leave_its_place_in_markdown(tmp_path: Path) -> None:
-    """Nor in the tables of a card. The page is in `test_report_page.py`."""
+    """Nor in the tables of a card."""
     found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0,), "a"),))
     plain = replace(row("none, cropped", "none", 2.5), result=result(2.5, protocol="cropped", window=TRAINED))
     named = EvaluationRow(
         HOSTILE, {"name": "yarn", "x": "<b>|\n"}, HOSTILE, HOSTILE, result(2.0), TRAINED, retrieval=found,
     )  # fmt: skip
-    write_report([plain, named], tmp_path, title=HOSTILE)
+    write_report([plain, named], tmp_path)
     for text in ((tmp_path / "report.md").read_text(), card_results([plain, named])["results"]):
         outside = re.sub(r"^(`{3,})\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
         assert not re.search(r"^# Heading", outside, re.MULTILINE)
@@ -317,3 +291,41 @@ def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path
     ):
         with pytest.raises(RopeExtendError, match=message):
             call()
+
+
+SCRIPT = '<script>alert("&\'")</script>{{ 7 * 7 }}'
+
+
+def test_no_name_can_leave_its_place(tmp_path: Path) -> None:
+    rows = [row(SCRIPT, "yarn", 2.0)]
+    parts = [
+        Picture(SCRIPT, partial(plot_perplexity, rows)), SCRIPT, Section(SCRIPT, notes=[SCRIPT]),
+        Code(SCRIPT, SCRIPT),
+        Section(SCRIPT, [["", SCRIPT], [SCRIPT, SCRIPT]], [SCRIPT]),
+    ]  # fmt: skip
+    text = page(SCRIPT, parts)
+    assert "<script" not in text
+    assert html.unescape(text).count(SCRIPT) >= 11
+    assert 'src="' not in text  # it needs no other file
+    assert text.count("<table>") == text.count('<div class="wide"><table>') == 1  # wide tables scroll
+
+
+def test_drawings_are_inside_and_have_no_name_twice(tmp_path: Path) -> None:
+    rows = [row("a", "yarn", 2.0), row("b", "linear", 3.0)]
+    text = page("t", [Picture("p", partial(plot_perplexity, rows))] * 2)
+    assert text.count("<svg") == 2
+    names = re.findall(r' id="([^"]+)"', text)
+    assert [name for name in names if name.startswith("part-")] == ["part-1", "part-2"]
+    assert not [name for name in names if re.fullmatch(r"[a-z0-9]+_\d+", name)]
+
+
+def test_markdown_shows_every_text_as_it_is() -> None:
+    fences = [line for line in Code("Text", "a\n````\nb").markdown().splitlines() if line.startswith("`")]
+    assert fences == ["`````", "````", "`````"]
+    text = markdown(
+        [Section("[h](x)", [["", "a|b"], ["<c>", "\n# d"]], ["> e"]), Section("s", notes=["# f"]), "`g`"]
+    )
+    assert text == (
+        "\\[h\\](x):\n\n|       | a\\|b |\n| ----- | ---: |\n| \\<c\\> | \\# d |\n\n- \\> e\n\n"
+        "s:\n\n- \\# f\n\n\\`g\\`\n"
+    )

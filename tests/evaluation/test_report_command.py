@@ -120,27 +120,14 @@ def test_a_resumed_plan_counts_what_is_missing(
     run(f"{command}{rest} --plan", work, tmp_path)
     lines = ["perplexity: 3 rows, 3 documents in all, about 7 s", "in all, about 7 s"]
     assert capsys.readouterr().out.splitlines()[-2:] == lines
-    run(f"{more}{rest} --plan --budget 8s", work, tmp_path)
-    shown = capsys.readouterr().out.splitlines()[-3:]
-    assert shown[0] == "perplexity: 5 rows, 7 documents in all, about 15 s"
-    assert shown[2].startswith("within the budget of 8 s: 4 of 7 measurements; left for --resume: ")
     monkeypatch.setattr(running, "_measure", interrupt_after(7))
     run(more + rest, work, tmp_path)
-    labels = [
-        f"none + LoRA at 32 ({name}){crop}"
-        for name in ("another", "plain at 32")
-        for crop in ("", ", cropped to 32")
-    ]
+    labels = [f"none + LoRA at 32 ({name})" for name in ("another", "plain at 32")]
     rows = read_results(tmp_path / "report")
-    assert [row.label for row in rows] == ["none", "none, cropped to 32", *labels]
-    assert [row.target_length for row in rows] == [None, None, 32, 32, 32, 32]
+    assert [row.label for row in rows if not row.cropped] == ["none", *labels]
     assert "No row can be judged" in capsys.readouterr().out
-    monkeypatch.setattr(running, "_measure", interrupt_after(0))
-    run(command + rest, work, tmp_path)  # the report with the other labels is the study's own
-    assert len(read_results(tmp_path / "report")) == 4
-    capsys.readouterr()
     run(f"{command}{rest} --plan", work, tmp_path)
-    assert capsys.readouterr().out == "nothing is missing: everything is measured\n"
+    assert capsys.readouterr().out.endswith("nothing is missing: everything is measured\n")
 
 
 @pytest.mark.parametrize(
@@ -150,10 +137,6 @@ def test_a_resumed_plan_counts_what_is_missing(
         ("report {model} --target-length 64 --output {out}/x", "report needs --data and --output"),
         ("report {model} --target-length 64 --plan --resume", "--plan --resume needs --data and --output"),
         ("report {model} --target-length 64 --data {data} --output {out}/x", "the task passkey needs about"),
-        (
-            "report {model} --target-length 64 --data {data} --output {out}/x --budget soon",
-            "--budget must be a duration",
-        ),
         ("report {model} {out} --target-length 64 --data {data} --output {out}/x", "no rope_extend.json"),
     ],
 )

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import llama, tiny_llama
+from cases import TRAINED, tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
@@ -17,15 +19,17 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
-from rope_extend.evaluation.answering import answer_batch, generate
+from rope_extend.evaluation.answering import Subjects, answer, answer_batch, generate, long_prompt
 from rope_extend.evaluation.collecting import retrieved as collect_retrieval
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
-from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode, last_tokens, make_prompts
+from rope_extend.evaluation.prompts import Prompts, depths_from, encode, last_tokens, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
+from rope_extend.evaluation.tasks import Passkey
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.lora import adapted
+from rope_extend.training.recipe import Recipe
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 DEMO = Passkey(template="demo")
@@ -65,7 +69,7 @@ def measured(model: Any, *, crop: int | None = None, **changes: Any) -> Retrieva
     tasks, lengths = options.pop("tasks", [Passkey()]), options.pop("lengths", [256, 512])
     cells = []
     for task, length in product(tasks, lengths):
-        prompts = make_prompts(task, TOKENIZER, length, PromptOptions(**options))
+        prompts = make_prompts(task, TOKENIZER, length, Prompts(**options))
         trials, peak = answer_batch(model, TOKENIZER, task, prompts, crop)
         cells.append({
             "label": "model", "trials": trials, "crop": crop, "seconds": 0.0,
@@ -76,7 +80,7 @@ def measured(model: Any, *, crop: int | None = None, **changes: Any) -> Retrieva
 
 def prompt_rows(length: int, **options: Any) -> list[list[int]]:
     options["depths"] = depths_from(options["depths"])
-    prompts = make_prompts(DEMO, TOKENIZER, length, PromptOptions(**options))
+    prompts = make_prompts(DEMO, TOKENIZER, length, Prompts(**options))
     return [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
 
 
@@ -151,25 +155,6 @@ def test_settings_of_a_checkpoint_neither_fail_nor_change_answers(
 
 
 @pytest.mark.slow
-def test_the_bundled_model_finds_its_key_within_its_window_and_not_beyond(bundled: PreTrainedModel) -> None:
-    mode = bundled.training
-    found = measured(bundled.train(), tasks=[DEMO], lengths=[256, 512], trials=4)
-    assert bundled.training
-    bundled.train(mode)
-    assert found.rate("passkey", 256).mean >= 0.85
-    assert found.rate("passkey", 512).mean <= 0.2
-
-
-@pytest.mark.parametrize("name", sorted(TASKS))
-def test_every_task_runs_on_an_untrained_model(name: str) -> None:
-    model = llama(vocab_size=4096)
-    result = measured(model, tasks=make_tasks([name]), lengths=[800], trials=1)
-    assert result.rate(name, 800).trials == 3
-    assert result.rate(name, 800).mean < 0.5
-    assert bool(result.depths(name)) == TASKS[name].has_depth
-
-
-@pytest.mark.slow
 def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     line = ["retrieve", str(MODEL_DIR), "--lengths", "320", "--depths", "0,1", "--trials", "2"]
@@ -198,14 +183,10 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
 def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(LoadOptions, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
     for wrong, message in (
-        ({"tasks": ["nothing"]}, "tasks must be a list of passkey"),
-        ({"methods": ["nothing"]}, "nothing"),
         ({"methods": ["yarn"], "lengths": [256]}, "within the trained window"),
-        ({"methods": []}, "retrieval: nothing to measure"),
         ({"tasks": ["multi_key"], "lengths": [64]}, "multi_key needs about"),
         ({"depths": 0}, "depths must be"),
         ({"depths": [0.5, 2]}, "depths must be"),
-        ({"chat": "maybe"}, "chat must be"),
         ({"data": str(tmp_path / "missing.txt")}, "nothing to read"),
         ({"resume": True, "overwrite": True}, "choose one of them"),
     ):
@@ -214,24 +195,129 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_an_adapter_is_measured_with_its_encoding(
-    bundled: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fresh LoRA changes nothing, so its row equals that of its method; the model is unchanged.
+TEXT = " ".join(f"line {index} says {index * 7 % 13}." for index in range(60))
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<assistant>"
 
-    The directory of the adapter has the name of the method.
-    """
-    monkeypatch.chdir(tmp_path)
-    lm = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
-    rx.extend(lm, 512, "yarn")
-    lora = get_peft_model(lm, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    rx.save(lora, tmp_path / "yarn")
-    settings = {
-        "lengths": [256, 512], "depths": 2, "trials": 3, "methods": ["yarn"],
-        "adapters": ["yarn"],
-    }  # fmt: skip
-    results = retrieved(tmp_path / "out", **settings)
-    assert [result.label for result in results] == ["yarn", "none, cropped to 256", "yarn + LoRA"]
-    assert results[2].retrieval == results[0].retrieval
-    assert results[2].adapter == "yarn"
+
+@pytest.fixture(scope="module")
+def tokenizer(work: Path) -> Any:
+    return AutoTokenizer.from_pretrained(work / "model")
+
+
+@pytest.fixture(scope="module")
+def run(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter with its record, whose LoRA matrices are not zero."""
+    directory = tmp_path_factory.mktemp("run") / "yarn"
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    rx.extend(model, 4 * TRAINED, "yarn")
+    recipe = Recipe(
+        model=str(work / "model"), data="x", output_dir="y", target_length=4 * TRAINED, lora_rank=2
+    )
+    adapter = adapted(model, recipe)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    rx.save(adapter, directory, base_model=str(work / "model"))
+    return directory
+
+
+def test_the_answer_is_that_of_stock_generate(work: Path, tokenizer: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    ids = tokenizer(TEXT)["input_ids"][:60]
+    pieces: list[str] = []
+    text = answer(model, tokenizer, ids, 8, pieces.append)
+    stock = model.generate(torch.tensor([ids]), max_new_tokens=8, min_new_tokens=0, do_sample=False)
+    assert text == tokenizer.decode(stock[0, len(ids) :], skip_special_tokens=True)
+    assert "".join(pieces).strip() == text.strip()
+
+
+@pytest.mark.parametrize("question", ["what?", None])
+@pytest.mark.parametrize("chat", [False, True])
+@settings(max_examples=15)
+@given(most=st.integers(60, 900))
+def test_a_prompt_fits_and_keeps_the_question(
+    tokenizer: Any, question: str | None, chat: bool, most: int
+) -> None:
+    tokenizer.chat_template = TEMPLATE if chat else None
+    try:
+        prompt = long_prompt(tokenizer, TEXT, question, most)
+    finally:
+        tokenizer.chat_template = None
+    assert len(prompt.ids) <= most
+    assert prompt.total == len(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    # The tokenizer of the tests has no decoder: its tokens are bytes, with `Ġ` for a space.
+    written = "".join(tokenizer.convert_ids_to_tokens(prompt.ids)).replace("Ġ", " ")
+    assert "line 0 says 0" in written
+    if question:
+        assert question in written
+        assert ("<assistant>" in written) == chat
+    assert (prompt.used < prompt.total) == (f"line 59 says {59 * 7 % 13}." not in written)
+    assert prompt.used == prompt.total or len(prompt.ids) > most - 12  # few tokens stay free
+
+
+def test_prompts_that_cannot_be_written_are_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(rx.RopeExtendError, match="no room"):
+        long_prompt(tokenizer, TEXT, "why " * 50, 40)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
+    with pytest.raises(rx.RopeExtendError, match=r"no system role.*--no-chat"):
+        long_prompt(tokenizer, TEXT, "what?", 100)
+    assert long_prompt(tokenizer, TEXT, "what?", 100, chat="off").ids
+
+
+def test_before_and_after_are_the_base_model_and_the_adapter(work: Path, run: Path, tokenizer: Any) -> None:
+    """The adapter answers as `rx.load` does, and the base model as without an adapter."""
+    subjects = Subjects.of(str(run), LoadOptions(device="cpu", dtype=torch.float32))
+    assert subjects.window == 4 * TRAINED
+    ids = tokenizer(TEXT)["input_ids"][: 3 * TRAINED]
+    texts = {label: answer(model, tokenizer, ids, 6) for label, model in subjects.answerers()}
+    before, after = texts
+    assert before.startswith("before")
+    assert after.startswith("after")
+    base = AutoModelForCausalLM.from_pretrained(work / "model")
+    assert texts[before] == answer(base, tokenizer, ids, 6)
+    assert texts[after] == answer(rx.load(run), tokenizer, ids, 6)
+
+
+def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    line = ["generate", str(run), "--file", str(file), "--ask", "what?", "--new-tokens", "4"]
+    main(line)
+    captured = capsys.readouterr()
+    assert [part.partition(":")[0] for part in captured.out.split("--- ")[1:]] == ["before", "after"]
+    assert "the first " in captured.err  # the text is longer than the window, and that is said
+    main([*line, "--no-before"])
+    assert "before" not in capsys.readouterr().out
+    plain = ["generate", str(work / "model"), "--file", str(file), "--new-tokens", "2"]
+    main([*plain, "--target-length", "64", "--method", "dynamic_ntk"])
+    assert "after: dynamic_ntk" in capsys.readouterr().out
+    main(plain)
+    assert f"window {TRAINED}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{run} --file {out}/no.txt", "no such file"),
+        ("{run} --file {out}/binary.txt", "UTF-8"),
+        ("{run} --file {out}/text.txt --new-tokens 128", "leaves no room"),
+        ("{run} --file {out}/text.txt --target-length 64", "leave --target-length"),
+        ("{run} --file {out}/text.txt --trained-length 16", "leave --trained-length"),
+        ("{model} --file {out}/text.txt --base-model {model}", "holds no adapter"),
+        ("{model} --file {out}/text.txt --no-before", "leave --no-before out"),
+        ("{model} --file {out}/text.txt --method yarn", "--target-length"),
+        ("{model} --file {out}/text.txt --target-length 16", "16, is within the trained window of 32"),
+    ],
+)
+def test_mistakes(
+    work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "text.txt").write_text(TEXT)
+    names = {"run": run, "model": work / "model", "out": tmp_path}
+    with pytest.raises(SystemExit) as error:
+        main(["generate", *arguments.format(**names).split()])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err

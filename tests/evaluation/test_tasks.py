@@ -16,7 +16,6 @@ from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, us
 from rope_extend.evaluation.tasks import (
     TASKS,
     MultiKey,
-    Needle,
     Passkey,
     VariableTracking,
     make_tasks,
@@ -88,25 +87,9 @@ def test_the_needle_is_at_its_depth_and_its_answer_nowhere_else(
     stop = prompt.text.rfind("\n", 0, prompt.text.rfind("What "))
     needles = len(re.findall(r"magic numbers for [\w-]+ is:", prompt.text))  # they shift each other
     assert abs(place - (start + depth * (stop - start))) <= 160 + 80 * needles
-    after = len(PLAIN(prompt.text[place:])["input_ids"])
-    assert after < prompt.distance <= after + 30
-
-
-def test_needles_are_between_sentences() -> None:
-    for depth in (0, 0.31, 0.77, 1):
-        text = make_prompt(Needle(haystack=(BOOK,)), PLAIN, 900, depth).text
-        before = text[: text.index("One of the special")]
-        assert before.endswith(("! ", "\n")) or depth == 1
-        text = make_prompt(Passkey(), PLAIN, 900, depth).text
-        assert re.search(r"\nThe pass key is (\d{5})\. Remember it\. \1 is the pass key\.\n", text)
 
 
 def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
-    """Line by line, except for the last line of filler."""
-    kinds = re.compile(
-        r"\w+ = \w+\(\w+, \d+\)|self\.\w+ = \w+\[\d\]|if \w+ is None: \w+ = \d+|\w+\.append\(\w+\(\w+\)\)"
-        r"|for \w+ in \w+: \w+\(\w+\)|return \w+\(\w+, \w+\)"
-    )
     for depth in (0, 0.5, 1):
         prompt = make_prompt(Passkey(template="demo"), PLAIN, 256, depth)
         assert encode(PLAIN, prompt.text, False)[0] == PLAIN.bos_token_id  # as documents begin in pretraining
@@ -114,10 +97,6 @@ def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
         assert lines[-2:] == ["# What is the pass key?", "PASS_KEY = "]
         at = lines.index("# Remember the pass key.")
         assert lines[at + 1] == f"PASS_KEY = {prompt.answers[0]}"
-        filler = lines[:at] + lines[at + 2 : -2]
-        whole = [line for line in filler if kinds.fullmatch(line)]
-        assert len(whole) >= len(filler) - 1
-        assert prompt.tokens + 10 == 256
         assert len(PLAIN(prompt.answers[0])["input_ids"]) <= 10
 
 
@@ -181,10 +160,3 @@ def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:
         make_prompt(Passkey(), PLAIN, least - 1)
     with pytest.raises(RopeExtendError, match="between 0 and 1"):
         make_prompt(Passkey(), PLAIN, 300, 1.5)
-
-
-def test_a_task_describes_itself() -> None:
-    one, other = make_tasks(["needle", "needle"], haystack=[BOOK])[0], Needle(haystack=(BOOK + "!",))
-    assert one.describe()["haystack"] != other.describe()["haystack"]
-    assert len(one.describe()["haystack"]) == 16
-    assert Needle().describe() == {"name": "needle", "new_tokens": 32, "keys": 1}

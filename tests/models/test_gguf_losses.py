@@ -17,8 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.gguf_metadata import Metadata
-from rope_extend.models.gguf_scaling import llama3_of, rope_scaling
+from rope_extend.models.gguf_scaling import llama3_of
 from rope_extend.models.loading import pretrained
 
 CASES: dict[str, dict[str, Any]] = {
@@ -118,18 +117,6 @@ def test_a_file_with_linear_scaling_is_loaded(tmp_path: Path) -> None:
         rx.info(unstated)
     assert rx.info(unstated, trained_length=64).shape.trained_length == 64
     assert rx.info(loaded(unstated), trained_length=64).shape.trained_length == 64
-
-
-def test_the_ramp_of_yarn_is_that_of_llama_cpp(caplog: pytest.LogCaptureFixture) -> None:
-    """llama.cpp, measured, computes a Llama with 32 and 1 whatever these keys say."""
-    keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_slow": 2.0}
-    known = {"general.architecture": "llama", "llama.context_length": 128}
-    with caplog.at_level(logging.WARNING):
-        found = rope_scaling(
-            Metadata({**known, **{f"llama.{key}": value for key, value in keys.items()}}, {})
-        )
-    assert (found["beta_fast"], found["beta_slow"]) == (32.0, 1.0)
-    assert "yarn_beta_slow 2 is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(

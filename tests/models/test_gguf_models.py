@@ -266,19 +266,6 @@ def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
         assert_same_but_rounding(merged(ids).logits, model(ids).logits)
 
 
-def test_a_run_that_does_not_fit_is_not_told_to_quantise_again(tmp_path: Path, bundled_file: Path) -> None:
-    def said(model: Path) -> str:
-        recipe = rx.Recipe(
-            model=str(model), data="nowhere", output_dir=str(tmp_path / "run"), target_length=512
-        )
-        with pytest.raises(RopeExtendError, match="To need less memory, use") as refused:
-            rx.finetune(recipe, limit_memory=10_000)
-        return str(refused.value)
-
-    assert "quantize: 4bit" in said(MODEL_DIR)
-    assert "quantize" not in said(bundled_file)
-
-
 def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
     with pytest.raises(RopeExtendError, match=r"no such file: .*plane\.gguf.*Did you mean '.*plain\.gguf'"):
         pretrained(AutoConfig, str(plain_file.with_name("plane.gguf")))

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import rope_extend as rx
 from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record
-from rope_extend.cli.main import main
 from rope_extend.encodings import ModelShape
 from rope_extend.models.parameters import LEARNED_FILE, learned_parameters
 
@@ -207,26 +206,3 @@ def test_a_recipe_refuses_parameters_of_another_method(recipe: rx.Recipe) -> Non
         replace(recipe, method="sandwich")
     with pytest.raises(rx.RopeExtendError, match="Did you mean 'alibi'"):
         replace(recipe, method="alibbi", method_parameters={})
-
-
-def test_extend_takes_any_method_by_name() -> None:
-    model = llama()
-    with rx.extend(model, TARGET, "kerple", kernel="power") as patch:
-        assert str(patch.encoding) == "kerple(kernel=power)"
-        assert patch.target_length == TARGET
-    with rx.extend(model, TARGET, "learned", beyond="interpolate") as patch:
-        assert patch.encoding.to_dict()["length"] == TARGET
-    with pytest.raises(rx.RopeExtendError, match="alibi is not a rotary method"):
-        rx.extend(model, TARGET, "alibi", short="original")
-
-
-def test_info_and_the_card_describe_the_encoding(
-    adapted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["info", str(tmp_path / "adapter")])
-    assert "encoding        fire" in capsys.readouterr().out
-    output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    card = (output / "README.md").read_text()
-    assert "`fire`: FIRE: a bias from a small network" in card
-    assert "2310.04418" in card
-    assert "rotated" not in card

@@ -7,12 +7,10 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from batches import tokens
 from cases import (
     ALTERNATIVES,
@@ -30,7 +28,6 @@ from cases import (
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_extend as rx
@@ -219,12 +216,6 @@ def test_meta_device_and_to_empty() -> None:
     torch.testing.assert_close(cos[..., :32].double(), want, rtol=0, atol=1e-5)
 
 
-def test_state_dict_is_the_stock_one(patched: LlamaForCausalLM) -> None:
-    stock = llama(hidden_size=128, head_dim=64)
-    assert list(patched.state_dict()) == list(stock.state_dict())
-    assert patched.load_state_dict(stock.state_dict()).missing_keys == []
-
-
 def test_apples_gpus_get_angles_from_the_cpu(
     patched: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,48 +228,6 @@ def test_apples_gpus_get_angles_from_the_cpu(
     assert cos.device.type == "meta"
     assert module._table.device.type == "cpu"
     assert_exact(patched, torch.bfloat16, BF16_ROUNDING)
-
-
-@pytest.mark.slow
-def test_compiles_without_a_graph_break() -> None:
-    model = llama()
-    rx.extend(model, TARGET)
-    input_ids = torch.randint(3, 64, (1, 50))
-    with torch.no_grad():
-        eager = model(input_ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True)(input_ids, use_cache=False).logits
-    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-4)
-
-
-def test_gradient_checkpointing_gives_equal_gradients() -> None:
-    model = llama()
-    rx.extend(model, TARGET)
-    input_ids = torch.randint(3, 64, (2, 50))
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-    model.train()
-    plain = gradients()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for got, want in zip(gradients(), plain, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-def test_data_parallel(tmp_path: Path) -> None:
-    model = llama()
-    rx.extend(model, TARGET)
-    input_ids = torch.randint(3, 64, (2, 50))
-    want = model(input_ids).logits
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        torch.testing.assert_close(wrapped(input_ids).logits, want)
-        assert rx.current_patch(wrapped) is rx.current_patch(model)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -187,22 +187,12 @@ def test_the_short_list_of_longrope_is_kept() -> None:
         )
 
 
-def test_short_texts_of_two_lists_get_the_product_of_the_factors(caplog: pytest.LogCaptureFixture) -> None:
-    """`longrope` has one factor for both lists; a line of the log says so."""
-    model = stock("longrope", long_factor=LONG, short_factor=SHORT, attention_factor=1.3)
-    with rx.extend(model, TARGET, "yarn", start="current") as patch:
-        product = 1.3 * (0.1 * math.log(TARGET / NOW) + 1)
-        assert patch.rotary.attention_factor(patch.shape, TRAINED) == pytest.approx(product, rel=1e-12)
-    line = f"factor on cos and sin changes from 1.3000 to {product:.4f}"
-    assert sum(line in message for message in caplog.messages) == 1
-    with rx.extend(model, TARGET, "linear", start="current"):
-        assert sum("factor on cos and sin changes" in message for message in caplog.messages) == 1
-
-
 def test_the_window_of_the_short_list_is_that_of_the_config() -> None:
     """Another one would silently use the short list for texts that have the long one."""
     model = stock("longrope", long_factor=LONG, short_factor=SHORT, attention_factor=1.3)
-    with pytest.raises(RopeExtendError, match=r"texts of up to 32 tokens.* Got 64; leave trained_length out"):
+    with pytest.raises(
+        RopeExtendError, match=r"trained_length=64 would use it for others; leave trained_length out"
+    ):
         rx.extend(model, TARGET, "linear", start="current", trained_length=2 * TRAINED)
     with rx.extend(model, TARGET, "linear", start="current", trained_length=TRAINED) as patch:
         assert patch.shape.trained_length == TRAINED
@@ -266,11 +256,6 @@ def test_a_model_without_one_table_is_refused(method: str, message: str) -> None
         rx.extend(model, TARGET, "yarn", start="current")
     with pytest.raises(RopeExtendError, match=r"dynamic"):
         rx.extend(stock("dynamic", window=TRAINED), TARGET, "yarn", start="current")
-
-
-def test_the_parameter_start_of_another_method_still_works() -> None:
-    with rx.extend(llama(), TARGET, "learned", start="zeros") as patch:
-        assert patch.encoding == rx.encoding("learned", rows=TARGET, start="zeros")
 
 
 @pytest.mark.parametrize("turns", [0.01, 0.5, 1.0, 7.0, 100.0])

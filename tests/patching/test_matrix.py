@@ -462,36 +462,3 @@ def test_an_alternative_is_saved_and_loaded_by_the_plugin_alone(
         with pytest.raises(rx.RopeExtendError, match=rf"cannot be exported to {target}.*rope_extend\.load"):
             export(directory, tmp_path / target, target, gguf=tmp_path if target == "llama.cpp" else None)
         assert not (tmp_path / target).exists()
-
-
-@in_families(ALTERNATIVES, 3, few=True)
-def test_an_alternative_trains_with_an_adapter_and_is_saved_with_it(
-    family: FamilyCase, case: AlternativeCase, tmp_path: Path
-) -> None:
-    base = tiny_model(family)
-    if refused(family, case) or not family.auto_reloads:
-        pytest.skip("refused, or not loaded by name")
-    base.save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
-    input_ids = tokens(1, LENGTH)
-    rx.patch_model(model, case.build(), target_length=TARGET)
-    wrapped = get_peft_model(model, lora_config(model, recipe, reach_of(family.model_type)))
-    learned = learned_parameters(wrapped)
-    for value in learned.values():
-        value.requires_grad_(True)
-    expected = model(input_ids, labels=input_ids, use_cache=False).loss
-    loss = NextTokenLoss(wrapped)(input_ids)
-    assert_same_but_rounding(loss, expected)
-    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
-    loss.backward()
-    for name, weight in wrapped.named_parameters():
-        assert (weight.grad is not None) == ("lora_" in name or "rope_extend" in name), name
-    assert not learned or any(value.grad.abs().max() > 0 for value in learned.values())
-    optimizer.step()
-    wrapped.eval()
-    directory = rx.save(wrapped, tmp_path / "adapter")
-    loaded = rx.load(directory)
-    assert_same_but_rounding(logits(loaded, input_ids), logits(wrapped, input_ids))
-    for name, value in learned_parameters(loaded).items():
-        assert torch.equal(value, learned[name])

@@ -87,16 +87,11 @@ def test_a_candidate_is_measured_once_on_each_document() -> None:
     handle.remove()
 
 
-def test_a_loss_that_is_no_number_is_the_worst() -> None:
-    assert score([{8: Loss(float("nan"), 4)}], [8]) == float("inf")
-    assert score([{8: Loss(float("inf"), 4)}], [8]) == float("inf")
+def test_a_loss_that_is_no_number_is_the_worst_and_stays_in_the_log(tmp_path: Path) -> None:
+    for nothing in ("nan", "inf"):
+        assert score([{8: Loss(float(nothing), 4)}], [8]) == float("inf")
     assert score([{8: Loss(2.0, 4)}, {8: Loss(6.0, 4)}], [8]) == 1.0
-
-
-def test_the_loss_of_a_model_that_gives_nan_stays_in_the_log(tmp_path: Path) -> None:
-    log = SearchLog(tmp_path / "log.jsonl", {})
-    table = Table((1.0,))
-    log.add(table, ["search 0"], [{8: Loss(float("nan"), 4)}], log.cost)
-    log.close()
+    with SearchLog(tmp_path / "log.jsonl", {}) as log:
+        log.add(Table((1.0,)), ["search 0"], [{8: Loss(float("nan"), 4)}], log.cost)
     again = SearchLog(tmp_path / "log.jsonl", {})
-    assert again.losses == log.losses == {(table, "search 0"): {8: Loss(float("inf"), 4)}}
+    assert again.losses == log.losses == {(Table((1.0,)), "search 0"): {8: Loss(float("inf"), 4)}}

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,9 @@ def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
         rx.search(config, progress=False)
     with pytest.raises(rx.RopeExtendError, match=r"differ in seed \(0 there, 1 here\)"):
         rx.search(settings(work, output, seed=1, **SMALL), resume=True, progress=False)
+    others = [str(work / "data" / f"{name}.txt") for name in "cba"]
+    with pytest.raises(rx.RopeExtendError, match=r"differ in documents \("):
+        rx.search(replace(config, data=others), resume=True, progress=False)
     rx.search(config, resume=True, progress=False)
     assert unlike_time(output) == unlike_time(searched)
     assert (output / "encoding.json").read_bytes() == (searched / "encoding.json").read_bytes()

@@ -52,17 +52,6 @@ def test_every_candidate_is_in_its_space(strategy: str, seed: int, start: bool) 
     assert set(finalists) <= set(tables)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_finalists_are_the_best_that_all_documents_saw(strategy: str) -> None:
-    tables, finalists, evaluator = asked(strategy, documents=2, holdout=2, **SMALL)
-    best = evaluator.scores(finalists)
-    assert best == sorted(best)
-    complete = [table for table in set(tables) if (table, "search 1") in evaluator.log.losses]
-    assert best[0] == min(evaluator.scores(complete))
-    assert evaluator.curve[-1][1] == best[0]
-    assert [value for _, value in evaluator.curve] == sorted((v for _, v in evaluator.curve), reverse=True)
-
-
 @pytest.mark.parametrize(("channels", "documents"), [(2, 10), (4, 10)])
 def test_a_race_ends_where_few_tables_exist(channels: int, documents: int) -> None:
     """Random steps find only tables that are known, which cost no pass."""

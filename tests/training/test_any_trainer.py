@@ -103,11 +103,7 @@ def test_it_is_undone_and_copies_are_their_own() -> None:
     assert "forward" not in vars(model)
     assert model(IDS, labels=LABELS).logits is not None
     assert twin(IDS, labels=LABELS).logits is None  # a copy has its own
-
-
-def test_a_wrapper_around_it_still_works_after_it_is_removed() -> None:
-    """accelerate wraps the forward of the instance, and leaves its wrapper there."""
-    model = tiny("llama")
+    # accelerate wraps the forward of the instance, and leaves its wrapper there.
     with rx.chunked_loss(model):
         inner = model.forward
         model.forward = lambda *args, **options: inner(*args, **options)

@@ -45,6 +45,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "metrics.read_metrics": TEXT,
         "metrics.Metrics.__init__": TEXT,
         "metrics.Metrics._append": None,  # writes
+        "metrics._not_a_link": None,  # the same
         "resume._torch_save": None,  # the same
     },
     "data": {
@@ -63,9 +64,9 @@ READERS: dict[str, dict[str, str | None]] = {
         "staging.is_our_card": None,  # the same, by a digest in the card
         "publishing.private_fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
-        "stock_reader": None,  # the request of the process that started this one
-        "stock_reader.main": None,  # the same
-        "verifying._logits_elsewhere": None,  # the answer to this request
+        "stock_reader.main": None,  # the request of the process that started this one
+        "verifying.verify": BASE,
+        "verifying._stock_logits": None,  # the answer of the process that it started
     },
     "demo": {},
     "evaluation": {

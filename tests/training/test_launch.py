@@ -166,10 +166,6 @@ COMES_TO = {
 }
 
 
-def test_there_is_a_config_for_each_way() -> None:
-    assert [path.stem for path in CONFIGS] == sorted(COMES_TO)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_knows_every_key_and_every_line_is_explained(path: Path) -> None:
     config = load_config_from_file(str(path))  # refuses unknown keys
@@ -179,11 +175,8 @@ def test_accelerate_knows_every_key_and_every_line_is_explained(path: Path) -> N
     handlers = {key for key in sizes if key.startswith(("cp_comm", "sp_seq", "sp_attn"))}
     parallelism = ParallelismConfig(**{key: sizes[key] for key in sizes.keys() - handlers})
     assert config.num_processes % parallelism.total_size == 0
-    text = path.read_text()
-    assert f"--config_file configs/accelerate/{path.name} -m rope_extend finetune" in text
-    lines = text.splitlines()
+    lines = path.read_text().splitlines()
     assert all("#" in line for line in lines if line.strip() and not line.endswith("_config:"))
-    assert all(len(line) <= 120 for line in lines)
 
 
 def test_the_page_on_training_gives_complete_launches(monkeypatch: pytest.MonkeyPatch) -> None:

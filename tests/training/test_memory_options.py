@@ -341,11 +341,9 @@ def test_both_variables_of_segments_are_honoured(
     for name, value in zip(names, (cuda, common), strict=True):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    for gpu, initialized in ((False, False), (True, True)):  # nothing to do, or it is too late
+    before = cuda, common
+    for gpu, late, expected in ((False, False, before), (True, True, before), (True, False, after or before)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda initialized=initialized: initialized)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda late=late: late)
         expand_segments()
-        assert tuple(map(os.environ.get, names)) == (cuda, common)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    expand_segments()
-    assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
+        assert tuple(map(os.environ.get, names)) == expected

@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from runs import TARGET, metrics, settings
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune, plan
-from rope_extend.training.metrics import check_trackers, read_metrics
+from rope_extend.training.metrics import Metrics, check_trackers, read_metrics
 
 
 @pytest.fixture
@@ -85,6 +86,8 @@ def test_a_missing_tracker_is_named_before_an_accelerator_exists(
     message = rf"tracker {name} is missing; pip install {package}"
     with pytest.raises(RopeExtendError, match=message):
         check_trackers([name])
+    with pytest.raises(RopeExtendError, match=r"no tracker is named 'wandbb'; use one of .*mlflow.*wandb"):
+        check_trackers(["wandbb"])
     for run in (plan, finetune):
         with pytest.raises(RopeExtendError, match=message):
             run(replace(recipe, trackers=(name,)))
@@ -102,14 +105,6 @@ def test_a_tracker_that_does_not_start_is_one_clear_error(
     monkeypatch.setattr(recorder, "start", fail)
     with pytest.raises(RopeExtendError, match=r"a tracker does not start: no such server.*leave it out"):
         finetune(replace(recipe, trackers=("recorder",)))
-
-
-def test_trackers_are_known_by_name() -> None:
-    required = {"model": "m", "data": "d", "output_dir": "o", "target_length": 64}
-    for given in (["wandb", "tensorboard"], "wandb,tensorboard", ("wandb", "wandb", "tensorboard")):
-        assert Recipe(**required, trackers=given).trackers == ("wandb", "tensorboard")
-    with pytest.raises(RopeExtendError, match=r"no tracker is named 'wandbb'; use one of .*mlflow.*wandb"):
-        check_trackers(["wandbb"])
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
@@ -186,3 +181,12 @@ def test_of_the_lines_of_a_repeated_step_the_last_one_counts(tmp_path: Path) -> 
     ]  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
     assert read_metrics(path) == [lines[0], lines[4], lines[5], other, lines[3]]
+
+
+def test_a_link_in_the_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine\n")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "notes.txt")
+    one = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+    with pytest.raises(RopeExtendError, match=r"cannot write .*metrics.jsonl"):
+        Metrics(tmp_path / "metrics.jsonl", one, 0, {}).write(1, loss=1.0)  # type: ignore[arg-type]
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"

@@ -64,9 +64,7 @@ def test_round_trip_through_dict_and_yaml(recipe: Recipe) -> None:
         ("steps", "many", "a whole number, at least 1"),
         ("steps", True, "a whole number, at least 1"),
         ("steps", 0, "a whole number, at least 1"),
-        ("seed", -1, "at least 0"),
         ("learning_rate", float("nan"), "a finite number above 0"),
-        ("learning_rate", "fast", "a finite number above 0"),
         ("lora_dropout", 1, "below 1"),
         ("betas", [0.9], "two numbers"),
         ("dora", 1, "true or false"),
@@ -118,7 +116,6 @@ def test_missing_keys_are_all_named() -> None:
         ({"positions": "pose"}, "block_length is 32768; set block_length to less than target_length"),
         ({"positions": "cream", "block_length": 2}, "3 tokens or more"),
         ({"positions": "posey"}, "consecutive, pose, cream, random"),
-        ({"short_share": 1}, "short_share must be"),
         ({"mlp_tiles": -1}, "mlp_tiles must be"),
         ({"quantize": "3bit"}, "quantize must be"),
     ],
@@ -135,7 +132,8 @@ def test_yaml_reads_what_people_write(tmp_path: Path) -> None:
         "model: m\ndata: [a.txt, b]\noutput_dir: o\ntarget_length: 32k\n"
         "learning_rate: 2e-5\neval_data: c\neval_lengths: [8k, 4k, 4096]\n"  # YAML 1.1 reads 2e-5 as text
     )
-    recipe = Recipe.from_yaml(file, {"steps": 7})
+    recipe = Recipe.from_yaml(file, {"steps": 7, "trackers": "wandb,wandb,tensorboard"})
+    assert recipe.trackers == ("wandb", "tensorboard")
     assert recipe.target_length == 32 * 1024
     assert recipe.learning_rate == 2e-5
     assert recipe.eval_lengths == (4096, 8192)
@@ -181,17 +179,6 @@ def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
         "betas": [0.9, 0.99], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
         "method_parameters": {"beta_fast": 16, "truncate": False},
     })  # fmt: skip
-
-
-def test_flags_alone_make_a_recipe() -> None:
-    flags = [text for name, value in REQUIRED.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    assert parse(*flags) == Recipe.from_dict(REQUIRED)
-
-
-@pytest.mark.parametrize("text", ["x", "0.9", "[0.9"])
-def test_a_wrong_flag_is_refused_like_the_file(text: str) -> None:
-    with pytest.raises(RopeExtendError, match="betas must be two numbers"):
-        parse("--betas", text, "--model", "m", "--data", "d", "--output-dir", "o", "--target-length", "8k")
 
 
 def test_light_modules_name_what_the_heavy_ones_have() -> None:

@@ -35,7 +35,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import empty_model, one_error, pretrained
-from rope_extend.models.stock_config import softmax_scale_of, window_values, with_carried
+from rope_extend.models.stock_config import softmax_scale_of, with_carried
 from rope_extend.models.view import CONFIG_RECORD, ORIGINAL_WINDOW, has_tables_of, rotary_tables
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,9 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     if adapter.completes is not None:
         parameters = adapter.completes(parameters)
     part["rope_parameters"] = parameters if kind is None else {**old, kind: parameters}
-    original = parameters.get(ORIGINAL_WINDOW) or None
-    part |= window_values(form["max_position_embeddings"], original if part.get(ORIGINAL_WINDOW) else None)
+    part["max_position_embeddings"] = form["max_position_embeddings"]
+    if part.get(ORIGINAL_WINDOW) and (original := parameters.get(ORIGINAL_WINDOW)):
+        part[ORIGINAL_WINDOW] = original
     if CONFIG_RECORD in result:
         result[CONFIG_RECORD]["rope_parameters"] = parameters
     return result

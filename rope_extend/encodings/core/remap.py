@@ -4,104 +4,24 @@ A model that never saw distant tokens does well with near ones. So near pairs ke
 pairs are given one that occurred in training. Nothing is trained.
 
 Such a method is data: the borders between regions of pairs, and for each region the positions that its
-queries and keys are rotated to. `rope_extend/attention/remaps.py` computes attention for all of them.
+queries and keys are rotated to. `rope_extend/attention/rotation.py` computes attention for all of them.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from rope_extend.checks import checked
-from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.regions import Bands, Chunks, Region, StartAndWindow
+from rope_extend.encodings.core.rope import RopeEncoding, log_n_scale
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
-
-DROPPED = -1
-"""The region of pairs that do not attend."""
-
-PositionMap = Callable[[Tensor], Tensor]
-"""From positions `[...]`, float64 whole tokens, to the positions that are used for rotation."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """Pairs of a query and a key whose distance is computed in the same way.
-
-    Attributes:
-        query: the position that a query is rotated to.
-        key: the position that a key is rotated to.
-        schedule: the frequencies of the rotation, by the length of `regions`; None for plain RoPE. Its factor
-            on cos and sin belongs to all pairs of a query, see `factor_of_queries`.
-    """
-
-    query: PositionMap
-    key: PositionMap
-    schedule: RopeEncoding | None = None
-
-
-def _same(positions: Tensor) -> Tensor:
-    return positions
-
-
-NEAR = Region(_same, _same)
-"""The region of pairs that keep their own positions; it is the first of every method."""
-
-
-@dataclass(frozen=True)
-class Bands:
-    """Region 0 holds pairs closer than `window` tokens, region 1 all others."""
-
-    window: int
-
-    def region(self, query: Tensor, key: Tensor) -> Tensor:
-        """The region of each pair, int64, for positions that broadcast; a later key is near."""
-        return (query - key >= self.window).to(torch.int64)
-
-    def is_plain(self, lowest: int, highest: int) -> bool:
-        """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
-        return highest - lowest < self.window
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Positions are cut into chunks. Region 0 is a pair of one chunk, 1 of neighbours, 2 of all others."""
-
-    size: int
-
-    def region(self, query: Tensor, key: Tensor) -> Tensor:
-        """The region of each pair, int64, for positions that broadcast; no key may be later."""
-        return (query // self.size - key // self.size).clamp(0, 2).to(torch.int64)
-
-    def is_plain(self, lowest: int, highest: int) -> bool:
-        """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
-        return highest // self.size == lowest // self.size
-
-
-@dataclass(frozen=True)
-class StartAndWindow:
-    """Keys below position `start` are region 1, others closer than `window` region 0, the rest is dropped."""
-
-    start: int
-    window: int
-
-    def region(self, query: Tensor, key: Tensor) -> Tensor:
-        """The region of each pair, int64, or DROPPED, for positions that broadcast; a later key is near."""
-        near = torch.where(query - key < self.window, 0, DROPPED)
-        return torch.where((key < self.start) & (key <= query), 1, near)
-
-    def is_plain(self, lowest: int, highest: int) -> bool:
-        """Whether all pairs of positions from `lowest` to `highest` keep their own distance."""
-        return highest - lowest < self.window
-
-
-Borders = Bands | Chunks | StartAndWindow
 
 
 class RemapEncoding(RopeEncoding):
@@ -117,12 +37,7 @@ class RemapEncoding(RopeEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Parameters from the lengths, see the class; a parameter that is given is kept.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, one beyond the trained window, or distances beyond
-                it in a text as long as the target.
-        """
+        """Parameters from the lengths, see the class; a parameter that is given is kept."""
         cls.check_names(parameters)
         given = checked(cls, parameters)
         built = cls.make(cls._from_lengths(shape.trained_length, target_length, given) | given)
@@ -161,18 +76,21 @@ class RemapEncoding(RopeEncoding):
 
     rotates_in_attention = True
 
+    window: int
+    log_n: bool = False
+
     @property
-    @abstractmethod
-    def borders(self) -> Borders:
-        """Which pairs belong to which region."""
+    def borders(self) -> Bands | Chunks | StartAndWindow:
+        """Which pairs belong to which region; here, distances from `window` on are changed."""
+        return Bands(self.window)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """`max(1, ln(p+1) / ln L)` with `log_n`, for methods that have it."""
+        return log_n_scale(shape, position_ids) if self.log_n else None
 
     @abstractmethod
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
-        """The regions, in the order in which `borders` counts them.
-
-        `length` is the result of `table_length` for the query. The first region is the same for all lengths,
-        and so are all regions of most methods.
-        """
+        """The regions; the first is the same for all lengths, and so are all regions of most methods."""
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Plain RoPE's, `[dim/2]` float64, radians per token."""

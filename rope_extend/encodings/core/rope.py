@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rope_extend.checks import number
 from rope_extend.encodings.core.encoding import Encoding, encoding_classes
+from rope_extend.encodings.core.regions import NEAR, Borders, Everywhere, Region
 from rope_extend.encodings.core.shapes import MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, RopeShape
 from rope_extend.errors import RopeExtendError
 
@@ -89,6 +91,27 @@ class RopeEncoding(Encoding):
         `[dim/2]` float64, at most 0.
         """
         return None
+
+    @property
+    def borders(self) -> Borders:
+        """Which pairs of a query and a key belong to which region; here, all to one."""
+        return Everywhere()
+
+    def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
+        """How attention rotates the pairs of each region, in the order in which `borders` counts them.
+
+        `length` is the result of `table_length` for the query. `NEAR` are pairs that the model has rotated
+        already.
+        """
+        table, factor = self.inv_freq(shape, length), self.attention_factor(shape, length)
+        plain = factor == 1 and torch.equal(table, shape.inv_freq()) and self.decay(shape) is None
+        kept = plain or not self.rotates_in_attention
+        return (NEAR if kept else Region(NEAR.query, NEAR.key, self),)
+
+    def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
+        """Whether attention to a text with positions from `lowest` to `highest` turns no pair."""
+        length = self.table_length(shape, torch.tensor([highest + 1], device="cpu"))
+        return all(region is NEAR for region in self.regions(shape, int(length)))
 
     @abstractmethod
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
@@ -195,11 +218,7 @@ class ScaledRope(RopeEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The one place where `factor = target_length / trained_length` is computed.
-
-        Raises:
-            RopeExtendError: `factor` is given as well, or a parameter is unknown or invalid.
-        """
+        """The one place where `factor = target_length / trained_length` is computed."""
         if "factor" in parameters:
             raise RopeExtendError(
                 f"{cls.name}: factor follows from target_length ({target_length} / {shape.trained_length} = "
@@ -271,3 +290,18 @@ def inner_schedule(outer: Any, field: str = "inner", *, may_remap: bool = False)
             f"and goes into no other method; use {inner.name} alone"
         )
     return inner
+
+
+def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
+    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
+
+    Raises:
+        RopeExtendError: the trained window is one token, for which the formula has no value.
+    """
+    if shape.trained_length == 1:
+        raise RopeExtendError(
+            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it "
+            "off, or use another method"
+        )
+    seen = position_ids.to(torch.float64).clamp(min=0)  # padding may have negative positions
+    return (torch.log1p(seen) / math.log(shape.trained_length)).clamp(min=1)
