@@ -27,12 +27,9 @@ def interpolation_curve(repetitions: int, steps: int | None = None, **changes: A
             output = f"{directory}/{method}"
             recipe = rx.Recipe.from_yaml(config, {**changes, "method": method, "output_dir": output})
             rx.finetune(recipe)
-            curves[method] = {
-                line["step"]: {int(length): value for length, value in line["perplexity"].items()}
-                for line in read_metrics(Path(output) / "metrics.jsonl")
-                if "perplexity" in line
-            }
-    inside, beyond = recipe.eval_lengths or ()
+            lines = read_metrics(Path(output) / "metrics.jsonl")
+            curves[method] = {line["step"]: line["perplexity"] for line in lines if "perplexity" in line}
+    inside, beyond = map(str, recipe.eval_lengths or ())
     base = curves["none"][0][inside]
     ours, direct = ({step: at[beyond] for step, at in curve.items()} for curve in curves.values())
     last = max(ours)
@@ -41,7 +38,6 @@ def interpolation_curve(repetitions: int, steps: int | None = None, **changes: A
     below = min((step for step, value in ours.items() if value < base), default=math.inf)
     yield row("interpolation: steps until then", "the target", "steps", below, 200, 1.0)
     peer = "the same training without it"
-    yield row(f"{name} before training", peer, "ppl", ours[0], direct[0])
-    for step in sorted(ours)[1:]:
+    for step in sorted(ours):
         target = 1.0 if step == last else None
         yield row(f"{name} after {step} steps", peer, "ppl", ours[step], direct[step], target)
