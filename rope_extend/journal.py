@@ -190,7 +190,7 @@ class Journal:
                 values = json.loads(line)
                 if not isinstance(values, dict):
                     raise ValueError("not an object")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RopeExtendError(
                     f"line {number} of {str(path)!r} is damaged ({error}); delete the line"
                 ) from error

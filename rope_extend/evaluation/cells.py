@@ -155,7 +155,7 @@ def finished_in(directory: str | Path) -> set[str]:
     for path in our_parts(directory):
         with suppress(OSError):
             for line in path.read_bytes().splitlines():
-                with suppress(ValueError, KeyError, TypeError):
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
                     found.add(str(json.loads(line)["cell"]))
     return found
 

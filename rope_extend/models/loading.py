@@ -64,7 +64,7 @@ def _check_directory(auto: Any, name: str) -> None:
             family that transformers does not know.
     """
     path = Path(expand_home(name))
-    if not path.is_dir():
+    if not name or not path.is_dir():  # the empty name would be the working directory
         return
     names = {file.name for file in path.iterdir() if file.is_file()}  # reading a pipe would wait for ever
     if auto is AutoTokenizer:

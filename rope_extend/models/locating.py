@@ -59,15 +59,16 @@ def check_checkpoint(
         EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         RepositoryNotFoundError,
     )
 
     files = ("config.json", "adapter_config.json")
     cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files)
-    if local_files_only or any(isinstance(path, str) for path in cached):
-        return
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
+        if local_files_only or any(isinstance(path, str) for path in cached):
+            return
         get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT, token=token)
     except EntryNotFoundError:
         return
@@ -76,7 +77,7 @@ def check_checkpoint(
             f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log in with "
             "`hf auth login`, or set HF_TOKEN"
         ) from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise RopeExtendError(
             f"{missing} no model of that name on the hub, or it is private.{_nearest(name)}"
         ) from error

@@ -25,9 +25,10 @@ def plot_training(metrics: str | Path, path: str | Path) -> Path:
         raise RopeExtendError(f"no training log at {str(metrics)!r}; a fine-tuning run writes metrics.jsonl")
     points: dict[int, float] = {}  # a resumed run repeats steps; the last line counts
     for text in metrics.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off, or has no loss
+        # A line may be cut off, or have no loss.
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             line = json.loads(text)
-            points[line["step"]] = line["loss"]
+            points[int(float(line["step"]))] = float(line["loss"])
     if not points:
         raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
     steps, losses = np.array(sorted(points.items()), dtype=np.float64).T

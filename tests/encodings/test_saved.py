@@ -67,8 +67,12 @@ def test_the_dict_of_an_encoding_alone_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[1]", "{}", '{"encoding": {"name": "yarn", "factor": 2}}', '{"encoding": 1, "shape": 2}', "\udcff"],
-)
+    [
+        "", "[1]", "{}", '{"encoding": {"name": "yarn", "factor": 2}}', '{"encoding": 1, "shape": 2}',
+        "\udcff", "[" * 100_000,
+    ],
+    ids=range(7),
+)  # fmt: skip
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "encoding.json"
     file.write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -106,7 +106,9 @@ def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
     log = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)] + [
         {"step": 50, "perplexity": {"32": 3}}
     ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, log)) + '\n{"step": 51, "lo')
+    damaged = ["[" * 100_000, "[1]", '{"step": 60, "loss": "x"}', '{"step": Infinity, "loss": 1}']
+    text = "\n".join([*map(json.dumps, log), *damaged, '{"step": 51, "lo'])
+    (tmp_path / "metrics.jsonl").write_text(text)
     plot_training(tmp_path / "metrics.jsonl", tmp_path / "a.png")
     raw, mean = drawn[0].axes.lines
     assert list(raw.get_ydata()) == losses

@@ -48,9 +48,10 @@ def test_other_work_and_damage_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RopeExtendError, match=r"seed \(1 there, 2 here\)"):
         journal(path, seed=2)
     before = path.read_bytes()
-    path.write_bytes(before + b"[1]\n")
-    with pytest.raises(RopeExtendError, match=r"line 3 of .* is damaged"):
-        journal(path, seed=1)
+    for damaged in (b"[1]", b"[" * 100_000):
+        path.write_bytes(before + damaged + b"\n")
+        with pytest.raises(RopeExtendError, match=r"line 3 of .* is damaged"):
+            journal(path, seed=1)
     path.write_bytes(before)
     journal(path, seed=1).close()
 

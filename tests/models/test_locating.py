@@ -55,6 +55,12 @@ def test_the_answer_of_the_hub(
         check_checkpoint("owner/name")
 
 
+@pytest.mark.parametrize("name", ["-1", "owner/a--b", "name..x", "m" * 97])
+def test_a_name_that_the_hub_does_not_allow_is_one_error(name: str) -> None:
+    with pytest.raises(RopeExtendError, match=r"no directory .* no model of that name"):
+        check_checkpoint(name)
+
+
 @pytest.mark.parametrize(
     "command", ["finetune llama_7b_32k_yarn --plan", "search owner/name --target-length 32k --plan"]
 )

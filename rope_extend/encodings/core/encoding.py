@@ -253,7 +253,7 @@ class SavedEncoding:
                 return cls(Encoding.from_dict(values))
             target_length = check_length(str(file), "target_length", values["target_length"])
             return cls(Encoding.from_dict(values["encoding"]), RopeShape(**values["shape"]), target_length)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RopeExtendError(
                 f"{file} is not the file of a saved encoding ({error}); it needs encoding, shape and "
                 "target_length, as `rope-extend search` writes them"
