@@ -173,8 +173,17 @@ class Config(Checked):
         return cls(**values)
 
     @classmethod
-    def read_yaml(cls, path: str | PathLike[str]) -> Mapping[str, Any]:
-        """What a YAML file says, before it is checked; raises as `from_yaml`."""
+    def from_yaml(
+        cls,
+        path: str | PathLike[str],
+        overrides: Mapping[str, object] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> Self:
+        """Make the settings from a YAML file; `overrides` replace its values, which replace `defaults`.
+
+        Raises:
+            RopeExtendError: no such file, invalid YAML, a repeated key, or what `from_dict` refuses.
+        """
         file = Path(expand_home(path))
         try:
             values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -187,25 +196,10 @@ class Config(Checked):
             raise RopeExtendError(f"{file} is not valid YAML: {error}") from error
         if not isinstance(values, Mapping):
             raise RopeExtendError(f"{file} must hold `key: value` lines; got {type(values).__name__}")
-        return values
-
-    @classmethod
-    def from_yaml(
-        cls,
-        path: str | PathLike[str],
-        overrides: Mapping[str, object] | None = None,
-        defaults: Mapping[str, object] | None = None,
-    ) -> Self:
-        """Make the settings from a YAML file; `overrides` replace its values, which replace `defaults`.
-
-        Raises:
-            RopeExtendError: no such file, invalid YAML, a repeated key, or what `from_dict` refuses.
-        """
-        values = cls.read_yaml(path)
         try:
             return cls.from_dict({**(defaults or {}), **values, **(overrides or {})})
         except RopeExtendError as error:
-            raise RopeExtendError(f"{path}: {error}") from error
+            raise RopeExtendError(f"{file}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values of JSON and YAML; `from_dict` is the exact inverse."""
@@ -276,18 +270,13 @@ def from_arguments(
     first = getattr(arguments, "config", None)
     if first is None:
         return cls.from_dict({**(defaults or {}), **values})
-    if is_settings_file(first):
+    if first.endswith((".yaml", ".yml")) or (Path(first).is_file() and not first.endswith(".gguf")):
         return cls.from_yaml(first, values, defaults)
     if "model" in values:
         raise RopeExtendError(
             f"two models are given: {first} by position, and by --model {values['model']}; name one"
         )
     return cls.from_dict({**(defaults or {}), **values, "model": first})
-
-
-def is_settings_file(first: str) -> bool:
-    """Whether the first argument of a command is a YAML file, and not a model."""
-    return first.endswith((".yaml", ".yml")) or (Path(first).is_file() and not first.endswith(".gguf"))
 
 
 def _read(cls: type[Config], name: str, value: object) -> object:

@@ -312,10 +312,8 @@ class Patch(Removable):
 
     def __repr__(self) -> str:
         state = "active" if self._active else "removed"
-        return (
-            f"Patch({self.encoding}, {self.shape.trained_length} -> {self.target_length} tokens, {state}, "
-            f"changed={self.changed})"
-        )
+        window = f"{self.shape.trained_length} -> {self.target_length} tokens"
+        return f"Patch({self.encoding}, {window}, {state})"
 
 
 def patch_model(
@@ -430,16 +428,17 @@ def extend(
                 f"{target_length}; within it the model needs no extension"
             )
         encoding = named.for_target(shape, target_length, **parameters)
+    present = current_patch(model)
+    if present is not None and (present.encoding, present.target_length) == (encoding, target_length):
+        raise PatchError(
+            f"extend: the model is extended already, by {encoding} to {target_length} tokens; to start "
+            "again, remove that patch first: rx.current_patch(model).remove()"
+        )
     patch = patch_model(
         model, encoding, trained_length=shape.trained_length, target_length=target_length, tokenizer=tokenizer
     )
     if not patch.changed:
         patch.remove()
-        if (present := current_patch(model)) is not None and present.encoding == encoding:
-            raise PatchError(
-                f"extend: the model is extended already, by {encoding} to {target_length} tokens; to start "
-                "again, remove that patch first: rx.current_patch(model).remove()"
-            )
         raise PatchError(
             f"extend: {encoding} leaves the rotary tables as they were, so the window would not grow; "
             f"choose one of the scaling methods, or use patch_model for a control"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, size
-from rope_extend.config import add_flags, from_arguments, is_settings_file
+from rope_extend.config import add_flags, from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
@@ -39,19 +41,20 @@ def finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-memory", type=size, metavar="SIZE", help=text)
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe of parsed arguments; with `--plan`, data and output directory may be missing."""
+def recipe_of(arguments: argparse.Namespace, check: Callable[[Recipe], object] = lambda made: None) -> Recipe:
+    """The recipe of parsed arguments; with `--plan`, data and output directory may be missing.
+
+    `check` is called after the checks of the values, and before the method's defaults, which import torch.
+    """
+
+    @dataclass(frozen=True)
+    class Given(Recipe):
+        def check_early(self) -> None:
+            super().check_early()
+            check(self)
+
     defaults = {"data": "not-read", "output_dir": "not-written"} if arguments.plan else None
-    return from_arguments(Recipe, arguments, defaults)
-
-
-def _check_model(arguments: argparse.Namespace) -> None:
-    """Ask for the model first: the recipe's method is looked up with torch, whose import takes seconds."""
-    first, model = arguments.config, arguments.model
-    if model is None and first is not None:
-        model = Recipe.read_yaml(first).get("model") if is_settings_file(first) else first
-    if isinstance(model, str):
-        check_checkpoint(model)
+    return Recipe.from_dict(from_arguments(Given, arguments, defaults).to_dict())
 
 
 def finetune(arguments: argparse.Namespace) -> None:
@@ -62,8 +65,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
-    _check_model(arguments)
-    recipe = recipe_of(arguments)
+    recipe = recipe_of(arguments, lambda made: check_checkpoint(made.model))
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
