@@ -201,6 +201,8 @@ def generate(arguments: argparse.Namespace) -> None:
     """
     try:
         text = Path(arguments.file).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RopeExtendError(f"no such file: {arguments.file!r} (seen from {Path.cwd()})") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RopeExtendError(f"cannot read {arguments.file} as UTF-8 text: {error}") from error
     if not text.strip():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
+from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
@@ -76,6 +78,14 @@ def search(
     space, plan = _planned(config)
     logger.info("%s", plan)
     plan.check()
+    with nullcontext() if output is None else only_writer(output, "search"):
+        return _search(config, space, plan, output, overwrite, progress)
+
+
+def _search(
+    config: SearchConfig, space: Space, plan: SearchPlan, output: Path | None, overwrite: bool, progress: bool
+) -> SearchResult:
+    """As `search`, in a directory that no other process writes to."""
     tokenizer = pretrained(AutoTokenizer, config.model)
     documents = search_documents(config, tokenizer)
     model = config.load_options().load(config.model)

@@ -220,11 +220,14 @@ def first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Pa
 
 
 def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
-    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
+    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run.
+
+    The metrics of an earlier one always go: it may have had another recipe.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         finished = checkpoint_files(directory)
-        for name in {*_RUN_FILES, *finished} if fresh else ():
+        for name in {*_RUN_FILES, *finished} if fresh else ["metrics.jsonl"]:
             path = directory / name
             if path.is_dir():
                 shutil.rmtree(path)

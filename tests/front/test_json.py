@@ -41,7 +41,7 @@ def test_plans(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert step["fits"] == (step["total"] <= 10**9)
     main(shlex.split(training))
     assert format_bytes(plan["steps"][0]["total"]) in capsys.readouterr().out
-    evaluation = values(f"evaluate {work / 'model'} --lengths 16,64 --plan", capsys)
+    evaluation = values(f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --plan", capsys)
     assert {16, 64} <= {length["length"] for length in evaluation["lengths"]}
     assert all(length["fits"] and length["seconds"] > 0 for length in evaluation["lengths"])
     assert evaluation["work"]

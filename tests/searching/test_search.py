@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.journal import only_writer
 from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.run_search import plan_search
 from rope_extend.searching.search_log import LOG
@@ -221,6 +222,8 @@ def test_nothing_is_overwritten_unless_asked(work: Path, searched: Path, tmp_pat
         rx.search(config, resume=True, overwrite=True, progress=False)
     with pytest.raises(rx.RopeExtendError, match="target_length must exceed"):
         rx.search(settings(work, output, target_length=8), overwrite=True, progress=False)
+    with only_writer(output, "search"), pytest.raises(rx.RopeExtendError, match="another search is writing"):
+        rx.search(config, overwrite=True, progress=False)
     assert unlike_time(output) == unlike_time(searched)  # a mistake removes nothing
     rx.search(config, overwrite=True, progress=False)
     assert json.loads((output / "search.json").read_text())["config"]["seed"] == 5

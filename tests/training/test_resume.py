@@ -298,8 +298,11 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
 def test_a_job_that_is_queued_again_always_passes_resume(
     recipe: Recipe, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed before its directory was there, it starts at step 0 and says so."""
+    """Killed before its first checkpoint, it starts at step 0 and says so, maybe with another recipe."""
+    Path(recipe.output_dir).mkdir(parents=True)
+    Path(recipe.output_dir, "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
     finetune(recipe, resume=True)
+    assert [line["step"] for line in metrics(recipe.output_dir)] == list(range(1, 9))
     assert f"there is no checkpoint in {recipe.output_dir} to resume from; the run" in caplog.text
     assert_same(weights(recipe.output_dir), weights(finished))
 
