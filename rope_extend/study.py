@@ -41,8 +41,7 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
 
     def verdict(found: Found) -> Section:
-        missing = dict.fromkeys(cell.row.label for cell in found.missing)
-        return decision(found.rows, config, [*missing])
+        return decision(found.rows, config, found.unfinished)
 
     return measure(config, resume=resume, overwrite=overwrite, lead=verdict)
 

@@ -198,9 +198,12 @@ def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.measurement import Measurement
     from rope_extend.models.processes import is_main_process
 
-    measurement = Measurement(config, texts=bool(config.data))
+    measurement = Measurement(config, texts=False)
+    fits = measurement.plan is None or measurement.plan.longest_fit is None
+    if config.data and fits:  # else the plan says what does not fit, without the work
+        measurement = Measurement(config)
     cells = measurement.missing(config.output) if arguments.resume and config.output else measurement.cells()
-    work, plan = measurement.work_text(cells).splitlines() if config.data else [], measurement.plan
+    work, plan = measurement.work_text(cells).splitlines() if config.data and fits else [], measurement.plan
     if plan is None:
         raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
     if is_main_process():

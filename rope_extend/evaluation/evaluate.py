@@ -89,7 +89,7 @@ def measure(
         if directory is not None and found.rows and is_main_process():
             write_report(
                 found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
-                end=[how_it_was_made(config)],
+                end=[how_it_was_made(config)], unfinished=found.unfinished,
             )  # fmt: skip
         return replace(found, lead=first)
 

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ def write_report(
     lead: Sequence[Part] = (),
     end: Sequence[Part] = (),
     prompts: Sequence[Prompt] = (),
+    unfinished: Collection[str] = (),
 ) -> list[Path]:
     """Write `results.jsonl`, `table.csv`, `report.md`, `report.html` and the pictures; return their paths.
 
@@ -55,6 +56,7 @@ def write_report(
         lead: parts that come first.
         end: parts that come last.
         prompts: the prompts of all rows, for `prompts.jsonl`.
+        unfinished: labels of rows that are not wholly measured, on which there is no verdict yet.
     """
     if not rows:
         raise RopeExtendError("no rows to report; measure at least one")
@@ -72,7 +74,7 @@ def write_report(
         if prompts:
             write_text(partial_files / PROMPTS, _lines(prompt.to_dict() for prompt in prompts))
             names.append(PROMPTS)
-        names += write_pages(partial_files, TITLE, [*lead, *report_parts(shown), *end])
+        names += write_pages(partial_files, TITLE, [*lead, *report_parts(shown, unfinished), *end])
     for name in {*FILES} - {*names}:  # of an earlier report
         (directory / name).unlink(missing_ok=True)
     return [directory / name for name in names]
@@ -98,9 +100,9 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
     return text.getvalue()
 
 
-def markdown_report(rows: Sequence[EvaluationRow]) -> str:
+def markdown_report(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> str:
     """The verdicts, the tables of perplexity and retrieval, and the controls."""
-    return markdown([*verdict_sentences(rows), *table_parts(rows)])
+    return markdown([*verdict_sentences(rows, unfinished), *table_parts(rows)])
 
 
 def read_results(path: str | Path) -> list[EvaluationRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from rope_extend.errors import RopeExtendError
@@ -21,13 +21,13 @@ from rope_extend.report.tables import Line, Section, interval, number, public_na
 from rope_extend.units import format_length
 
 
-def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
-    """All parts of a report, in order."""
+def report_parts(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Part]:
+    """All parts of a report, in order; `unfinished` are the labels of rows that are not wholly measured."""
     from rope_extend.plots import curves, retrieval_maps
 
     scored, answered = [row for row in rows if row.result], [row for row in rows if row.retrieval]
     parts: list[Part] = ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))]
-    parts += verdict_sentences(rows)
+    parts += verdict_sentences(rows, unfinished)
     for heading, draw, name in (
         ("Perplexity by length", curves.plot_perplexity, "perplexity.png"),
         ("Loss by position", curves.plot_loss_by_position, "loss_by_position.png"),

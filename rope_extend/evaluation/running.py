@@ -53,9 +53,15 @@ class Found:
     missing: list[Cell]
     lead: Sequence[Section] = ()
 
+    @property
+    def unfinished(self) -> list[str]:
+        """The labels of rows of which something is missing."""
+        return [*dict.fromkeys(cell.row.label for cell in self.missing)]
+
     def markdown(self) -> str:
         """The first sections and the tables."""
-        return "\n".join([*([markdown(self.lead)] if self.lead else []), markdown_report(self.rows)])
+        tables = markdown_report(self.rows, self.unfinished)
+        return "\n".join([*([markdown(self.lead)] if self.lead else []), tables])
 
 
 def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
@@ -46,8 +46,11 @@ class Verdict:
         return f"{self.label}: {self.gain}; {self.found}; {self.cost}. {outcome[self.success]}"
 
 
-def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
-    """A verdict on each row that is compared with a cropped context; controls have none."""
+def verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Verdict]:
+    """A verdict on each row that is compared with a cropped context; controls have none.
+
+    Rows whose label is in `unfinished` may lack depths, and are not decided.
+    """
     costs = {id(regression.second): regression for regression in regressions(rows)}
     found = []
     for comparison in against_cropped(rows):
@@ -59,6 +62,7 @@ def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
         cost, cheap = _cost(costs.get(id(row)))
         parts = (used, finds, cheap)
         success = False if False in parts else None if None in parts else True
+        success = None if row.label in unfinished else success
         found.append(Verdict(row.label, longest.ratio, gain, task, cost, success))
     return found
 
@@ -70,9 +74,9 @@ def _is_control(row: EvaluationRow) -> bool:
     return (row.target_length or 0) <= (row.trained_length or 0)
 
 
-def verdict_sentences(rows: Sequence[EvaluationRow]) -> list[Section]:
+def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Section]:
     """The verdicts as the first part of a report; empty if there are none."""
-    said = [str(verdict) for verdict in verdicts(rows)]
+    said = [str(verdict) for verdict in verdicts(rows, unfinished)]
     if not said:
         return []
     note = (

@@ -302,6 +302,9 @@ def test_the_command_prints_the_plan_and_does_nothing(
         with pytest.raises(SystemExit):
             main(shlex.split(f"evaluate {tmp_path} {arguments}"))
         assert "32 tokens need about" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(shlex.split(f"evaluate {tmp_path} --plan --lengths 64k --limit-memory 1MB {data}"))
+    assert "does not fit" in capsys.readouterr().out  # a plan that fails says which lengths fit
 
 
 @pytest.mark.usefixtures("private_cache")

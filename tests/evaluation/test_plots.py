@@ -153,8 +153,10 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     one = rx.EvaluationRow("one", trained_length=256, retrieval=RetrievalResult(tuple(cells)))
     plot_heat_map(one, "passkey", tmp_path / "map.png")
     assert drawn[0].axes.images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
-    texts = [text.get_text() for text in drawn[0].axes.texts]
-    assert [text for text in texts if text.isdigit()] == ["20", "50", "100"]
+    shares = {
+        text.get_text(): text.get_position() for text in drawn[0].axes.texts if text.get_text().isdigit()
+    }
+    assert shares == {"20": (0, 0), "50": (0, 1), "100": (0, 2)}
     plot_accuracy([one, replace(one, label="two")], "passkey", tmp_path / "line.png")
     (length,), (rate,) = drawn[1].axes.lines[0].get_data()
     assert (length, rate) == (1000, pytest.approx(170 / 3))

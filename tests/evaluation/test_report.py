@@ -189,6 +189,7 @@ def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
         assert found == each.result.ppl
     (passkey,) = (record for record in records if record["measured"] == "passkey")
     assert (passkey["row"], passkey["value"], passkey["of"]) == ("plain RoPE", "0.5", "2")
+    assert float(passkey["low"]) < 0.5 < float(passkey["high"])
 
 
 def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:

@@ -19,9 +19,11 @@ from scipy import stats
 from test_report import row
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import cells
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.running import Found
 from rope_extend.evaluation.statistics import (
     Difference,
     mean_interval,
@@ -37,11 +39,11 @@ TRAINED = 32
 
 def retrieval(rates: dict[float, float], length: int = 64) -> RetrievalResult:
     """Passkeys at depths, ten trials each, of which a share is solved."""
-    cells = tuple(
+    found = tuple(
         Cell("passkey", length, depth, tuple(float(n < round(10 * rate)) for n in range(10)))
         for depth, rate in rates.items()
     )
-    return RetrievalResult(cells)
+    return RetrievalResult(found)
 
 
 def measured(
@@ -86,6 +88,16 @@ def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     assert verdict.cost == "texts within 32 -9.5 % perplexity"
     assert verdict.success is False  # one depth is below 90 %
     assert str(verdict).endswith("No success yet.")
+
+
+def test_a_row_that_is_not_wholly_measured_is_no_success() -> None:
+    """It may lack depths, and finds all passkeys at the others."""
+    begun = rows(2.9, retrieval({0.0: 1.0}))
+    assert [verdict.success for verdict in verdicts(begun)] == [True]
+    missing = [cells.Cell(cells.RETRIEVAL, cells.Row("yarn + LoRA", adapter="runs/yarn"), 0, 0, 1, 1, {})]
+    found = Found(begun, missing).markdown()
+    assert "Not decided: measure what is missing." in found
+    assert "Success." not in found
 
 
 def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> None:
