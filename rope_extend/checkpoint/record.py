@@ -229,14 +229,14 @@ def read_record(directory: str | PathLike[str]) -> Record:
             raise RopeExtendError(
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
             )
-        raise RopeExtendError(
-            f"no {RECORD_NAME} in {directory}: "
-            + (
-                how_to_restore(path.parent)
-                or "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
-                "Python, with rope_extend.extend and rope_extend.save"
-            )
+        advice = how_to_restore(path.parent) or (
+            "peft wrote this adapter; if you know how its model was extended, extend it so again, and call "
+            "rope_extend.record_encoding(directory, model)"
+            if (path.parent / "adapter_config.json").exists()
+            else "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
+            "Python, with rope_extend.extend and rope_extend.save"
         )
+        raise RopeExtendError(f"no {RECORD_NAME} in {directory}: {advice}")
     data = read_json(locate(path.parent, RECORD_NAME))
     try:
         return Record.from_dict(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,7 @@ def _check_directory(auto: Any, name: str) -> None:
         return
     names = {file.name for file in path.iterdir() if file.is_file()}  # reading a pipe would wait for ever
     if auto is AutoTokenizer:
-        if not any("token" in file or file.startswith(("vocab", "spiece")) for file in names):
+        if not any(re.search(r"token|^(vocab|spiece|tekken)|\.model$", file) for file in names):
             raise RopeExtendError(f"{name!r} has no tokenizer: copy tokenizer.json of its base model there")
     elif "config.json" not in names:
         if auto is GenerationConfig:

@@ -81,6 +81,9 @@ def test_a_model_without_a_patch_is_refused(base: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "full").exists()
     with pytest.raises(RopeExtendError, match="rope_extend did not save it"):
         load(base)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RopeExtendError, match=r"peft wrote this adapter.*record_encoding"):
+        load(tmp_path)
 
 
 def mistral() -> Any:
