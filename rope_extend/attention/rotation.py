@@ -305,7 +305,7 @@ class RotationHandler(AttentionHandler):
 
     def _rows(self, call: AttentionCall, forward: _Forward, keys: Tensor) -> list[TextRows] | None:
         """The texts of a call, if all of them can be computed without a mask."""
-        if not (call.implementation == "sdpa" or takes_suffix(call.implementation)):
+        if not call.implementation.endswith("sdpa") and not takes_suffix(call.implementation):  # or a dry run
             return None
         if call.kwargs.get("dropout") or beyond_plain(call.kwargs):
             return None

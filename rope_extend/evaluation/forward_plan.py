@@ -6,6 +6,7 @@ operations of such a run divided by rates that are measured on the device in a f
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -277,19 +278,22 @@ class ForwardEstimator:
 
 
 class _ShortenedForward(ChunkedForward):
-    """Runs the first and the last of many chunks, and one layer of each kind.
+    """Runs the first and the last of many chunks, and two layers of each kind.
 
     The chunks between need the same memory. They only advance the cache.
     """
 
     def active_layers(self, count: int) -> Sequence[int]:
-        """The first layer of each kind, and the last layer, whose states are returned."""
+        """Two layers of each kind, and the last layer, whose states are returned.
+
+        The second is run with what the layers of other kinds have computed for the whole forward.
+        """
         caches = DynamicCache(config=self.config).layers
-        kinds: dict[Any, int] = {}
+        kinds: dict[Any, list[int]] = defaultdict(list)
         for number, layer in enumerate(self._layers()):
             kind = (type(layer), type(caches[number]), getattr(layer, "attention_type", None))
-            kinds.setdefault(kind, number)
-        return sorted({*kinds.values(), count - 1})
+            kinds[kind].append(number)
+        return sorted({number for numbers in kinds.values() for number in numbers[:2]} | {count - 1})
 
     def in_chunks(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
         """States of the first chunk, of all chunks between, and of the last."""

@@ -73,7 +73,7 @@ def runs_here(words: list[str]) -> bool:
     recipes = [word for word in words if word.startswith("configs/") and word.endswith(".yaml")]
     models = [str(yaml.safe_load((ROOT / recipe).read_text()).get("model")) for recipe in recipes]
     local = all(model.startswith("rope_extend/") for model in models)
-    local &= not any(word in shipped_names() or word.startswith(HUB_OWNERS) for word in words)
+    local &= not any(Path(word).name in shipped_names() or word.startswith(HUB_OWNERS) for word in words)
     ours = words[0] == "rope-extend" or words[1].startswith("scripts/")
     return ours and local and not any(word.startswith("path/to/") for word in words)
 

@@ -144,7 +144,7 @@ def test_a_fresh_process_needs_rope_extend(adapted: Any, tmp_path: Path) -> None
     output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
     found = rx.verify(output, reference=tmp_path / "adapter")
     assert found.verdict == "needs rope_extend"
-    assert "does not support fire exactly" in found.reason
+    assert "fire is loaded exactly by rope_extend alone" in found.reason
 
 
 def test_checkpoints_of_a_trainer_keep_learned_parameters(tmp_path: Path) -> None:
