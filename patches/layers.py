@@ -14,8 +14,7 @@ channels, and with the base to the power of their share. The other pairs have fr
 
 from typing import Any
 
-from rope_extend.models.families import FamilyAdapter, types
-from rope_extend.patches.layouts import has_rotary, slides
+from rope_extend.models.families import FamilyAdapter, has_rotary, slides, types
 
 _FULL = ("full_attention",)
 _NOT_ADJACENT = "its rotated channels are not next to each other in the head"

@@ -14,19 +14,7 @@
 
 from typing import Any
 
-from torch import nn
-
-from rope_extend.models.families import FamilyAdapter, types
-
-
-def slides(attention: nn.Module) -> bool:
-    """Cohere 2, AFMoE and Flint rotate in layers with a sliding window; Cohere 2 MoE in dense ones too."""
-    return attention.sliding_window is not None or bool(getattr(attention, "force_rope", False))
-
-
-def has_rotary(attention: Any) -> bool:
-    """Llama 4 and SmolLM 3 say it for each layer."""
-    return bool(attention.use_rope)
+from rope_extend.models.families import FamilyAdapter, has_rotary, slides, types
 
 
 def normalises(attention: Any) -> bool:

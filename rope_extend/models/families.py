@@ -140,6 +140,16 @@ class FamilyAdapter:
         return modules
 
 
+def slides(attention: Any) -> bool:
+    """Cohere 2, AFMoE and Flint rotate in layers with a sliding window; Cohere 2 MoE in dense ones too."""
+    return attention.sliding_window is not None or bool(getattr(attention, "force_rope", False))
+
+
+def has_rotary(attention: Any) -> bool:
+    """Llama 4 and SmolLM 3 say it for each layer."""
+    return bool(attention.use_rope)
+
+
 def types(names: str) -> tuple[str, ...]:
     """Model types, from their names with spaces between them."""
     return tuple(names.split())
