@@ -1,10 +1,12 @@
-"""Tells transformers' auto classes about plugin-only checkpoints, without importing transformers.
+"""What other libraries must know of this one, told to them when they are imported, in any order.
 
-It does not matter whether transformers or rope_extend is imported first.
+transformers' auto classes learn about plugin-only checkpoints. peft's `save_pretrained` learns to write the
+record of the encoding next to an adapter, if its model is extended.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -12,13 +14,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# Two modules, because the second imports the first: while the first is executed, there is no
+# Two modules of transformers, because the second imports the first: while the first is executed, there is no
 # AutoModelForCausalLM yet.
-REGISTER = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto")
+PEFT = "peft.peft_model"
+REGISTER = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto", PEFT)
 
 
 def _register(module: ModuleType) -> None:
-    """Register with the auto class of one of the two modules."""
+    """Register with the auto class of one of the two modules, or complete what peft saves."""
+    if module.__name__ == PEFT:
+        _record_what_is_saved(module.PeftModel)
+        return
     from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
     from rope_extend.checkpoint.model_type import MODEL_TYPE
 
@@ -26,6 +32,20 @@ def _register(module: ModuleType) -> None:
         module.AutoConfig.register(MODEL_TYPE, GuardedConfig, exist_ok=True)
     else:
         module.AutoModelForCausalLM.register(GuardedConfig, GuardedModel, exist_ok=True)
+
+
+def _record_what_is_saved(peft_model: Any) -> None:
+    """Complete the adapters of extended models that `PeftModel.save_pretrained` writes."""
+    stock = getattr(peft_model.save_pretrained, "stock", peft_model.save_pretrained)
+
+    @functools.wraps(stock)
+    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+        from rope_extend.checkpoint.saving import recording
+
+        return recording(stock)(model, *args, **options)
+
+    save_pretrained.__dict__["stock"] = stock
+    peft_model.save_pretrained = save_pretrained
 
 
 class RegisteringFinder(MetaPathFinder):

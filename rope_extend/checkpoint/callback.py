@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -14,12 +12,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import changes_base, check_base
 from rope_extend.checkpoint.record import Record, read_record, write_record
-from rope_extend.checkpoint.saving import finish, written_directory
+from rope_extend.checkpoint.saving import recording, stock_save
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
 from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
-from rope_extend.patching import current_patch
 
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
@@ -58,29 +55,14 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             if not any(map(changes_base, configs)):
                 advice = "; load the former, or start a new run"
                 check_base(model, before.base_fingerprint, checkpoint, before.base_model, advice=advice)
-        self._complete_what_is_saved(model)
+        # A function of the model, so that a copy of the model saves the copy.
+        model.save_pretrained = MethodType(recording(stock_save(model), self.base_model), model)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record next to the files that `Trainer` copies into the output directory and pushes."""
         if args.should_save:
             write_learned(Path(args.output_dir), model)
             write_record(args.output_dir, Record.of(model, self.base_model))
-
-    def _complete_what_is_saved(self, model: Any) -> None:
-        """Wrap `save_pretrained`; by a function of the model, so that a copy of the model saves the copy."""
-        stock = type(model).save_pretrained
-
-        @functools.wraps(stock)
-        def save_pretrained(saved: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
-            result = stock(saved, save_directory, *args, **options)
-            given = inspect.signature(stock).bind(saved, save_directory, *args, **options).arguments
-            if current_patch(saved) is not None and given.get("is_main_process", True):
-                directory = written_directory(Path(save_directory), saved)
-                record = Record.of(saved, self.base_model)
-                finish(directory, saved, record, renamed=bool(self.base_model))
-            return result
-
-        model.save_pretrained = MethodType(save_pretrained, model)
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -1,13 +1,16 @@
 """Saving extended models: the weights, and next to them the record of the position encoding.
 
 An adapter's own files do not mention position encodings, so peft silently loads it with the original window.
-The record closes that gap.
+The record closes that gap. What peft itself saves gets one too: `auto_registration` puts `recording` around
+`PeftModel.save_pretrained`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -26,6 +29,7 @@ from rope_extend.files import expand_home, write_json
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
+from rope_extend.patching import current_patch
 
 
 def save(
@@ -109,6 +113,28 @@ def record_encoding(
     return record
 
 
+def recording(stock: Callable[..., Any], base_model: str | None = None) -> Callable[..., Any]:
+    """A `save_pretrained` that completes what `stock` wrote, if the model that it saves is extended."""
+
+    @functools.wraps(stock)
+    def save_pretrained(model: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        result = stock(model, save_directory, *args, **options)
+        given = inspect.signature(stock).bind(model, save_directory, *args, **options).arguments
+        if current_patch(model) is not None and given.get("is_main_process", True):
+            directory = written_directory(Path(save_directory), model)
+            finish(directory, model, Record.of(model, base_model), renamed=bool(base_model))
+        return result
+
+    save_pretrained.__dict__["stock"] = stock
+    return save_pretrained
+
+
+def stock_save(model: Any) -> Callable[..., Any]:
+    """The `save_pretrained` of a model's class, without `recording`."""
+    save_pretrained = type(model).save_pretrained
+    return getattr(save_pretrained, "stock", save_pretrained)
+
+
 def written_directory(directory: Path, model: Any) -> Path:
     """Where peft wrote an adapter: one level below `directory`, if it is not named `default`."""
     below = [directory / name for name in model.active_adapters] if is_peft_model(model) else []
@@ -181,7 +207,7 @@ def _write_adapter(model: Any, directory: Path) -> None:
     active = model.active_adapters
     if len(active) != 1:
         raise RopeExtendError(f"save takes one active adapter, got {active}; choose one with set_adapter")
-    type(model).save_pretrained(model, directory, selected_adapters=active)
+    stock_save(model)(model, directory, selected_adapters=active)
     if active != ["default"]:  # peft writes an adapter of another name one level down
         for path in (directory / active[0]).iterdir():
             os.replace(path, directory / path.name)

@@ -201,9 +201,14 @@ def test_a_loop_of_one_s_own(base: Path, tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(rx.load(tmp_path / "saved" / "long")), logits(model))
     record = rx.record_encoding(tmp_path / "saved", model, base_model=str(base))
     assert record.base_model == str(base)
     assert read_record(tmp_path / "saved" / "long") == record
     assert torch.equal(logits(rx.load(tmp_path / "saved" / "long")), logits(model))
     with pytest.raises(RopeExtendError, match="carries no patch"):
         rx.record_encoding(tmp_path / "saved", llama())
+    model.save_pretrained(tmp_path / "worker", is_main_process=False)
+    rx.current_patch(model).remove()
+    model.save_pretrained(tmp_path / "plain")
+    assert not [*tmp_path.glob(f"worker/**/{RECORD_NAME}"), *tmp_path.glob(f"plain/**/{RECORD_NAME}")]
