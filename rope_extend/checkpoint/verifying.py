@@ -49,7 +49,7 @@ class Verification:
             rope_extend loads the same logits; or `differs`.
         reason: one sentence.
         inside: largest difference of a logit at positions within the pretrained window.
-        beyond: the same at later positions; None if none were tested.
+        beyond: the same at later positions. Each is None if no logits were compared there.
         rounding: if a difference exceeds the tolerance, the largest change of a logit when all angles change
             by float32's rounding error. Twice that of a piece is allowed.
     """
@@ -95,7 +95,8 @@ def verify(
         directory: a checkpoint with its record. An adapter needs rope_extend, so it is loaded here.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         reference: a patched model, or the directory of one, such as the adapter that was merged; default: the
-            checkpoint itself. A merge into bfloat16 is rounded, and differs by more than the tolerance.
+            checkpoint itself, as rope_extend loads it. A merge into bfloat16 is rounded, and differs by more
+            than the tolerance.
         tolerance: allowed difference of a logit, or twice the effect of float32's rounding of angles, which
             is measured if needed: stock tables are float32, ours float64.
         length: the window to test, in tokens; default: the recorded target length.
@@ -131,9 +132,13 @@ def verify(
         ):
             return stock
         why = f"{record.encoding} is loaded exactly by rope_extend alone ({stock.reason})"
-    again = model if reference is None else load(directory, base_model=base_model, dtype=torch.float32)
-    found = compared(logits(again.eval(), inputs), "rope_extend")
-    return found if found.verdict == DIFFERS else replace(found, verdict=NEEDED, reason=why)
+    if reference is not None:
+        again = load(directory, base_model=base_model, dtype=torch.float32).eval()
+        found = compared(logits(again, inputs), "rope_extend")
+        return found if found.verdict == DIFFERS else replace(found, verdict=NEEDED, reason=why)
+    if not all(values.isfinite().all() for values in expected.values()):
+        return Verification(DIFFERS, "a logit is not finite")
+    return Verification(NEEDED, f"{why}. Nothing was compared: give its original as the reference")
 
 
 def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:

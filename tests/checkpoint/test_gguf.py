@@ -238,6 +238,10 @@ def test_the_file_must_have_the_weights_of_the_checkpoint(
         coarse = converted(model, tmp_path / "q4.gguf", quantized=gguf.GGMLQuantizationType.Q4_1)
         export(whole, tmp_path / "coarse", "llama.cpp", gguf=coarse, verify=False)
         assert "matrices rounded to Q4_1 are not compared" in caplog.text
+        with pytest.MonkeyPatch.context() as library:
+            library.setattr(gguf, "MODEL_ARCH_NAMES", {})
+            export(whole, tmp_path / "unknown", "llama.cpp", gguf=coarse, verify=False)
+        assert f"the gguf library does not know {model_type}" in caplog.text
 
 
 needs_llama_cpp = pytest.mark.skipif(

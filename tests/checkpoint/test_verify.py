@@ -83,7 +83,9 @@ def test_another_process_decides(tmp_path: Path) -> None:
     found = rx.verify(saved(tmp_path / "logn", "logn"))
     assert found.verdict == "needs rope_extend"
     assert "rope_extend` but Transformers does not recognize" in found.reason
-    assert found.beyond == 0.0
+    assert (found.inside, found.beyond) == (None, None)  # a model is not compared with itself
+    assert "Nothing was compared" in found.reason
+    assert rx.verify(tmp_path / "logn", reference=tmp_path / "logn").beyond == 0.0
 
 
 @pytest.mark.usefixtures("here")

@@ -211,6 +211,8 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
     gguf, metadata = import_module("gguf"), gguf_metadata(path)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     if (architecture := kinds.get(metadata.architecture)) is None:
+        message = "%s: weights are not compared with the checkpoint; the gguf library does not know %s"
+        logger.warning(message, path.name, metadata.architecture)
         return
     names = gguf.get_tensor_name_map(architecture, metadata.of_architecture("block_count", 0))
     counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
