@@ -129,9 +129,9 @@ def finetune(
     """
     expand_segments()
     directory = Path(recipe.output_dir)
+    check_creatable(directory)
     refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = starting_point(directory, recipe, resume, overwrite)
-    check_creatable(directory)
     with only_writer(directory, "run") if is_main_process() else nullcontext():
         return _finetune(recipe, model, tokenizer, checkpoint, limit_memory, fresh=not resume)
 

@@ -12,6 +12,7 @@ from rope_extend.data.documents import Document, fingerprint, in_common, load_do
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import packed_blocks
+from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
 
 
@@ -44,16 +45,24 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         trained_length: the pretrained window, in tokens.
 
     Raises:
-        RopeExtendError: as `load_documents` and `cut_blocks`.
+        RopeExtendError: as `load_documents` and `cut_blocks`; names the source if there are weights.
     """
     names = [recipe.data] if recipe.data_weights is None else recipe.data
-    sources = [_documents(recipe, name, tokenizer) for name in names]
+    cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
+    sources, parts = [], []
+    for name in names:
+        try:
+            sources.append(_documents(recipe, name, tokenizer))
+            if not recipe.mixed_windows:
+                parts.append(cut(sources[-1], recipe.length))
+        except RopeExtendError as error:
+            if recipe.data_weights is None:
+                raise
+            raise RopeExtendError(f"the source {name!r} of data: {error}") from error
     if recipe.mixed_windows:
         share, seed = recipe.short_share, recipe.seed
         blocks = mixed_windows(sources[0], recipe.length, trained_length, share, seed=seed)
     else:
-        cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
-        parts = [cut(documents, recipe.length) for documents in sources]
         blocks = Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed)
     held_out = load_held_out(recipe, tokenizer, lengths)
     longest = max(lengths, default=0)

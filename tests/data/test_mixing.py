@@ -112,3 +112,14 @@ def test_text_that_moves_from_one_source_to_the_other_is_another_run(work: Path,
     (tmp_path / "c.txt").rename(a)
     with pytest.raises(RopeExtendError, match=r"the documents of .* are not those of"):
         finetune(replace(recipe, steps=4), resume=True)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_the_source_that_is_too_short_is_named(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    recipe = Recipe(
+        model=str(work / "model"), data=(str(work / "data"), str(tmp_path / "short.txt")), target_length=128,
+        data_weights=(3, 2), packing="restart", output_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    with pytest.raises(RopeExtendError, match=r"source '.*short.txt' of data: 1 documents .*; give more"):
+        finetune(recipe)

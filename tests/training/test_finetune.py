@@ -274,6 +274,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
         ({"target_length": 2**20}, "no document of at least"),
         ({"model": "./nowhere"}, "no such directory: './nowhere'"),
         ({"lora_targets": ["q_proj", "q_porj"]}, "lora_targets has 'q_porj'.*q_proj"),
+        ({"output_dir": __file__}, "is a file; choose another output"),
     ],
 )
 def test_mistakes_are_refused_before_the_weights_are_loaded(
