@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,15 @@ class Work:
     tokens: int
     operations: float
     gpu: str
-    hours: tuple[float, float] | None
+    hours: tuple[float, float] | None = None
+
+    def on(self, gpu: Gpu) -> Work:
+        """The same work on a GPU."""
+        hours = None
+        if gpu.peak is not None:
+            least, most = (self.operations / gpu.peak / share / 3600 for share in reversed(UTILISATION))
+            hours = least, most
+        return replace(self, gpu=gpu.name, hours=hours)
 
 
 def first_fields(question: Question, data: str | None) -> dict[str, Any]:
@@ -173,8 +181,4 @@ def work(fields: Mapping[str, Any], memory: TrainingPlan, gpu: Gpu) -> Work | No
         return None
     recipe = Recipe.from_dict(fields)
     tokens = recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length
-    hours = None
-    if gpu.peak is not None:
-        least, most = (tokens * operations / gpu.peak / share / 3600 for share in reversed(UTILISATION))
-        hours = least, most
-    return Work(recipe.steps, tokens, tokens * operations, gpu.name, hours)
+    return Work(recipe.steps, tokens, tokens * operations, gpu.name).on(gpu)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import fill
+from typing import Any
 
 from rope_extend.advice.advice import Advice
-from rope_extend.advice.advised_recipe import Work
-from rope_extend.memory.gpus import UTILISATION
+from rope_extend.advice.advised_recipe import Work, work
+from rope_extend.memory.gpus import UTILISATION, find_gpu
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_duration, format_length
 
 _WIDTH = 100
+_LEAST, _MOST = (f"{100 * share:.0f}" for share in UTILISATION)
+_CALCULATED = f". Calculated for {_LEAST} to {_MOST} % of the GPU's peak, without evaluations; not measured"
 
 
 def describe(advice: Advice, recipe_file: str | None = None) -> str:
@@ -53,10 +56,8 @@ def _rows(advice: Advice) -> Iterator[tuple[str, str]]:
     if advice.memory:
         yield "memory", _memory(advice.memory)
     if advice.work:
-        work = advice.work
-        amount = f"{work.steps} steps, {work.tokens / 1e6:,.0f}M tokens, {work.operations:.2g} operations"
-        yield "training", amount
-        yield "hours", _hours(work)
+        yield "training", _amount(advice.work)
+        yield "hours", f"{_hours(advice.work)}{_CALCULATED if advice.work.hours else ''}"
     for note in advice.notes:
         yield "note", note
 
@@ -67,10 +68,20 @@ def _memory(memory: TrainingPlan) -> str:
     return f"{needed}, estimated: {verdict}. Memory options: {memory.chosen.options}"
 
 
+def describe_work(fields: Mapping[str, Any], memory: TrainingPlan) -> str:
+    """The tokens of a planned run, and its hours on two GPUs; `fields` are those of its recipe."""
+    least = work(fields, memory, find_gpu("rtx-4090"))
+    if least is None:
+        return "hours: the operations of this family cannot be counted"
+    return f"{_amount(least)}: {_hours(least)}, {_hours(least.on(find_gpu('h100')))}{_CALCULATED}"
+
+
+def _amount(work: Work) -> str:
+    return f"{work.steps} steps, {work.tokens / 1e6:,.3g}M tokens, {work.operations:.2g} operations"
+
+
 def _hours(work: Work) -> str:
     if work.hours is None:
         return "name the GPU for an estimate, as in --gpu h100"
     shortest, longest = (format_duration(3600 * hours) for hours in work.hours)
-    span = f"{work.gpu} {shortest} to {longest}"
-    least, most = (f"{100 * share:.0f}" for share in UTILISATION)
-    return f"{span}. Calculated for {least} to {most} % of the GPU's peak, without evaluations; not measured"
+    return f"{work.gpu} {shortest} to {longest}"

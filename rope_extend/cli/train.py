@@ -72,7 +72,12 @@ def finetune(arguments: argparse.Namespace) -> None:
 
     if arguments.plan:
         estimate = plan(recipe, limit_memory=arguments.limit_memory)
-        print(json.dumps(estimate.to_dict(), indent=2) if arguments.json else estimate)
+        if arguments.json:
+            print(json.dumps(estimate.to_dict(), indent=2))
+        else:
+            from rope_extend.advice.describing import describe_work
+
+            print(f"{estimate}\n{describe_work(recipe.to_dict(), estimate)}")
         estimate.check()
         return
     result = run(

@@ -18,7 +18,7 @@ from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.advised_recipe import STEPS
 from rope_extend.advice.answer import advise
-from rope_extend.advice.describing import describe
+from rope_extend.advice.describing import describe, describe_work
 from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
@@ -137,6 +137,9 @@ def test_hours_follow_from_the_operations_of_the_model(llama3: Advice) -> None:
     assert work.operations / work.tokens == pytest.approx(per_token, rel=0.002)
     seconds = work.operations / 989.4e12
     assert work.hours == pytest.approx(tuple(seconds / share / 3600 for share in reversed(UTILISATION)))
+    said = describe_work(llama3.recipe, llama3.memory)
+    assert said.startswith("400 steps, 105M tokens")
+    assert said[said.index("H100") :] in " ".join(describe(llama3).split())
 
 
 def test_advice_in_words_and_in_json(llama3: Advice) -> None:
