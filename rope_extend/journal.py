@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -105,6 +105,7 @@ class Journal:
         identity: everything that the records depend on.
         holds: what the records are, such as `evaluations`; part of error messages.
         advice: what to do if the file belongs to other work; ends that error message.
+        check: takes each record that is read, and raises an error for a damaged one.
 
     Attributes:
         records: all records, in the order in which they were written.
@@ -121,8 +122,9 @@ class Journal:
         *,
         holds: str,
         advice: str = "use another directory, or overwrite=True to start again",
+        check: Callable[[dict[str, Any]], object] = lambda record: None,
     ) -> None:
-        self.path, self.identity, self._holds = path, identity, holds
+        self.path, self.identity, self._holds, self._check = path, identity, holds, check
         self.records: list[dict[str, Any]] = []
         self._descriptor: int | None = None
         self._size = 0
@@ -190,9 +192,19 @@ class Journal:
                 values = json.loads(line)
                 if not isinstance(values, dict):
                     raise ValueError("not an object")
-            except (ValueError, RecursionError) as error:
+                if number > 1:
+                    self._check(values)
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                ArithmeticError,
+                RecursionError,
+            ) as error:
                 raise RopeExtendError(
-                    f"line {number} of {str(path)!r} is damaged ({error}); delete the line"
+                    f"line {number} of {str(path)!r} is damaged ({type(error).__name__}: {error}); "
+                    f"{advice if number == 1 else 'delete the line'}"
                 ) from error
             stored = values.get(_IDENTITY)
             if number > 1:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.journal import Identity, Journal, differences
 
 CELLS = "cells.jsonl"
@@ -88,9 +89,7 @@ class CellStore:
         self.directory = directory
         name = CELLS if part == 0 else f"cells.{part}.jsonl"
         path = None if directory is None else directory / name
-        self.journal = Journal(path, model, holds="measurements", advice=ADVICE)
-        if any(not {"cell", "kind", "identity"} <= record.keys() for record in self.journal.records):
-            raise RopeExtendError(f"a line of {str(path)!r} is damaged: it holds no finished cell; {ADVICE}")
+        self.journal = _journal(path, model)
         self.records = {record["cell"]: record for record in self.journal.records}
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
@@ -119,13 +118,28 @@ class CellStore:
         """Take over the files of other processes, also of an interrupted measurement, and delete them."""
         for path in [] if self.directory is None else sorted(self.directory.glob("cells.*.jsonl")):
             if _PARTS.fullmatch(path.name):
-                with Journal(path, self.journal.identity, holds="measurements", advice=ADVICE) as part:
+                with _journal(path, self.journal.identity) as part:
                     self.take(part.records)
                 path.unlink()
 
     def close(self) -> None:
         """Release the file; the cells stay in memory."""
         self.journal.close()
+
+
+def _journal(path: Path | None, model: Identity) -> Journal:
+    return Journal(path, model, holds="measurements", advice=ADVICE, check=_check)
+
+
+def _check(record: Mapping[str, Any]) -> None:
+    """Refuse what is no finished cell: the values of one make a row."""
+    trials = record["trials"] if record["kind"] == RETRIEVAL else ()
+    cells = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
+    EvaluationRow.from_dict({**record, "retrieval": {**record, "cells": cells}})
+    whole = isinstance(record["cell"], str) and isinstance(record["identity"], dict)
+    whole &= bool(trials) or (record["kind"] == PERPLEXITY and "result" in record)
+    if not whole or any(type(trial["trial"]) is not int for trial in trials):
+        raise ValueError("no finished cell")
 
 
 def check_resumed(store: CellStore, cells: Iterable[Cell]) -> None:

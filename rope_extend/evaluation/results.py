@@ -315,7 +315,11 @@ def _value(kind: Any, value: Any) -> Any:
         return kind.from_dict(value)
     if origin is np.ndarray:
         dtype = np.dtype(get_args(inner[1])[0])
-        return np.array(_value(list[float] if dtype.kind == "f" else list[int], value), dtype)
+        kinds = {float, int, type(None)} if dtype.kind == "f" else {int}
+        _require(isinstance(value, list) and {*map(type, value)} <= kinds, "a list of numbers", value)
+        made = np.array(value, dtype)  # None becomes NaN
+        _require(dtype.kind == "f" or bool((made >= 0).all()), "a list of numbers from 0", value)
+        return made
     if origin in (list, tuple):
         _require(isinstance(value, list | tuple), "a list", value)
         return origin(_value(inner[0], each) for each in value)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from rope_extend.checks import number, require, whole
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.statistics import or_none
 from rope_extend.journal import Identity, Journal
 from rope_extend.searching.space import Table
@@ -56,22 +55,15 @@ class SearchLog:
         identity: everything that the evaluations depend on.
 
     Raises:
-        RopeExtendError: as `Journal`, or a line is not an evaluation.
+        RopeExtendError: as `Journal`.
     """
 
     def __init__(self, file: Path | None, identity: Identity) -> None:
         advice = "give the settings of that search, use another directory, or overwrite=True"
         self.losses: dict[tuple[Table, str], Losses] = {}
         self.cost = Cost()
-        self._journal = Journal(file, identity, holds="evaluations", advice=advice)
-        for line, record in enumerate(self._journal.records, start=2):
-            try:
-                self._keep(record)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                self.close()
-                raise RopeExtendError(
-                    f"line {line} of {str(file)!r} is not an evaluation ({error!r}); delete the line"
-                ) from error
+        self._lengths = {str(length) for length in identity.get("lengths", ())}
+        self._journal = Journal(file, identity, holds="evaluations", advice=advice, check=self._keep)
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +95,7 @@ class SearchLog:
         divisors = tuple(map(_number, record["divisors"]))
         table = Table(divisors, int(_number(record["start_tokens"])), _number(record["attention_factor"]))
         for name, losses in record["losses"].items():
+            require(losses.keys() >= self._lengths)
             self.losses[table, name] = {
                 int(length): Loss(
                     math.inf if total is None else _number(total, -math.inf), int(whole(1).parse(terms))

@@ -236,6 +236,10 @@ def test_the_report_is_written_while_no_other_process_may(
     "damage",
     [
         lambda line: line.pop("cell"),
+        lambda line: line.update(cell=[]),
+        lambda line: line.update(kind="other"),
+        lambda line: line.update(model=1),
+        lambda line: line.update(encoding={}),
         lambda line: line.pop("result"),
         lambda line: line["result"].update(nll_by_position="AAAA"),
         lambda line: line["result"].update(document_nll={"128": []}),
@@ -248,10 +252,12 @@ def test_a_damaged_cell_is_refused_before_others_are_measured(
     first, *lines = (whole[1] / CELLS).read_text().splitlines()
     line = json.loads(lines[0])
     damage(line)
-    (tmp_path / CELLS).write_text("\n".join([first, json.dumps(line), *lines[1:-1]]) + "\n")
     measured = count_measured(monkeypatch)
-    with pytest.raises(RopeExtendError, match=r"damaged.*overwrite=True"):
-        rx.evaluate(config_of(work, output=str(tmp_path)), resume=True, progress=False)
+    for name in (CELLS, "cells.1.jsonl"):  # that of a second process is taken over
+        (tmp_path / name).write_text("\n".join([first, json.dumps(line), *lines[1:-1]]) + "\n")
+        with pytest.raises(RopeExtendError, match=rf"line 2 of .*{name}' is damaged.*delete the line"):
+            rx.evaluate(config_of(work, output=str(tmp_path)), resume=True, progress=False)
+        (tmp_path / name).unlink()
     assert not measured
 
 

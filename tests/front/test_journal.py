@@ -52,6 +52,9 @@ def test_other_work_and_damage_are_refused(tmp_path: Path) -> None:
         path.write_bytes(before + damaged + b"\n")
         with pytest.raises(RopeExtendError, match=r"line 3 of .* is damaged"):
             journal(path, seed=1)
+    path.write_bytes(b"\xff" + before)  # without the first line, the second would be taken for it
+    with pytest.raises(RopeExtendError, match=r"line 1 of .* is damaged .*use another directory"):
+        journal(path, seed=1)
     path.write_bytes(before)
     journal(path, seed=1).close()
 

@@ -217,7 +217,7 @@ LINE = {
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"losses": losses} for losses in ([], {"search 0": [1]}, {"search 0": {"8": 1}})),
+        *({"losses": losses} for losses in ([], {"search 0": [1]}, {"search 0": {"8": 1}}, {"search 0": {}})),
         *({"losses": {"search 0": {"8": loss}}} for loss in ([2.0, 0], [2.0, None], ["2", 4])),
         *({"divisors": divisors} for divisors in ([[1]], 3, ["1e1"], [math.nan])),
         {"passes": None}, {"seconds": "1e5"}, {"seconds": -1.0}, {"start_tokens": {}},
@@ -225,12 +225,13 @@ LINE = {
 )  # fmt: skip
 def test_an_edited_line_of_a_log_is_one_clear_error(changes: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    file.write_text(json.dumps({"identity": {}}) + "\n" + json.dumps(LINE) + "\n")
-    with SearchLog(file, {}) as log:
+    lengths = {"lengths": [8]}
+    file.write_text(json.dumps({"identity": lengths}) + "\n" + json.dumps(LINE) + "\n")
+    with SearchLog(file, lengths) as log:
         assert log.losses == {(Table((1.0,)), "search 0"): {8: Loss(2.0, 4)}}
-    file.write_text(json.dumps({"identity": {}}) + "\n" + json.dumps({**LINE, **changes}) + "\n")
-    with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is not an evaluation"):
-        SearchLog(file, {})
+    file.write_text(json.dumps({"identity": lengths}) + "\n" + json.dumps({**LINE, **changes}) + "\n")
+    with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is damaged .*delete the line"):
+        SearchLog(file, lengths)
 
 
 @pytest.mark.parametrize(
