@@ -186,7 +186,8 @@ class Config(Checked):
         """
         file = Path(expand_home(path))
         try:
-            values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+            with file.open(encoding="utf-8") as stream:  # errors name the file
+                values = yaml.load(stream, Loader=_StrictLoader)
         except OSError as error:
             raise RopeExtendError(
                 f"cannot read the {cls.label} {file}: {error.strerror}; for examples see {cls.examples}"

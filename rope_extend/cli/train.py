@@ -13,6 +13,7 @@ from shlex import quote
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, size
 from rope_extend.config import add_flags, from_arguments
+from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
@@ -57,6 +58,15 @@ def recipe_of(arguments: argparse.Namespace, check: Callable[[Recipe], object] =
     return Recipe.from_dict(from_arguments(Given, arguments, defaults).to_dict())
 
 
+def _check_names(recipe: Recipe, *, data: bool) -> None:
+    """Refuse a mistyped checkpoint, and with `data` files that are not there, before torch is imported."""
+    check_checkpoint(recipe.model)
+    if data:
+        for source in [recipe.data] if recipe.data_weights is None else recipe.data:
+            source_files(source)
+        source_files(recipe.eval_data or ())
+
+
 def finetune(arguments: argparse.Namespace) -> None:
     """Extend a model and train a LoRA adapter, from a YAML recipe, flags, or both.
 
@@ -65,7 +75,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
-    recipe = recipe_of(arguments, lambda made: check_checkpoint(made.model))
+    recipe = recipe_of(arguments, lambda made: _check_names(made, data=not arguments.plan))
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan

@@ -86,6 +86,7 @@ class Recipe(Config):
     """
 
     label: ClassVar[str] = "recipe"
+    examples: ClassVar[str] = "`rope-extend recipes`"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "method": (
             "method", "method_parameters", "start", "current_length", "trained_length",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend.checkpoint import stock_reader, verifying
 from rope_extend.checkpoint.model_type import guarded_config
-from rope_extend.cli.main import main
+from rope_extend.cli.main import command_parser, main
 from rope_extend.data.bundled import MODEL_DIR
 
 
@@ -118,6 +119,8 @@ def test_a_config_that_was_tampered_with_differs(tmp_path: Path, changes: dict[s
 @pytest.mark.usefixtures("here")
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = saved(tmp_path / "full", factor=8.0)
+    default = signature(rx.verify).parameters["tolerance"].default
+    assert command_parser("verify").parse_args([str(directory)]).tolerance == default
     main(["verify", str(directory)])
     out = capsys.readouterr().out
     assert "equal: stock transformers alone computes the same logits" in out

@@ -22,6 +22,7 @@ from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 from rope_extend.plots.style import Canvas
 from rope_extend.plots.training_curves import plot_training
+from rope_extend.units import format_length
 
 SAVE = Canvas.save
 
@@ -150,6 +151,7 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
         Cell("passkey", 1000, depth, tuple(float(n < solved) for n in range(10)))
         for depth, solved in ((0.7, 2), (0.8, 5), (0.9, 10))
     ]
+    longer = [replace(cell, length=2048) for cell in cells]
     one = rx.EvaluationRow("one", trained_length=256, retrieval=RetrievalResult(tuple(cells)))
     plot_heat_map(one, "passkey", tmp_path / "map.png")
     assert drawn[0].axes.images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
@@ -164,3 +166,7 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
         plot_heat_map(one, "multi_key", tmp_path / "none.png")
     with pytest.raises(RopeExtendError, match="no rows"):
         plot_accuracy([one], "needle", tmp_path / "none.png")
+    plot_heat_map(replace(one, retrieval=RetrievalResult((*cells, *longer))), "passkey", tmp_path / "two.png")
+    axes = drawn[-1].axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [format_length(1000), "2k"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["70 %", "80 %", "90 %"]

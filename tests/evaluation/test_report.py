@@ -178,6 +178,8 @@ def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_pa
 
 def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
     rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),)))
+    spread = {n: [0.9 * a, b, 1.1 * c] for n, (a, b, c) in rows[0].result.document_nll.items()}
+    rows[0] = replace(rows[0], result=replace(rows[0].result, document_nll=spread))
     records = [*csv.DictReader(csv_table(rows).splitlines())]
     assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of"]
     for each in rows:
@@ -187,6 +189,7 @@ def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
             if (record["row"], record["measured"]) == (each.label, "perplexity")
         }
         assert found == each.result.ppl
+    assert float(records[0]["low"]) < float(records[0]["value"]) < float(records[0]["high"])
     (passkey,) = (record for record in records if record["measured"] == "passkey")
     assert (passkey["row"], passkey["value"], passkey["of"]) == ("plain RoPE", "0.5", "2")
     assert float(passkey["low"]) < 0.5 < float(passkey["high"])

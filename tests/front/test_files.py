@@ -16,6 +16,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import (
     check_creatable,
     expand_home,
+    publish_directory,
     replacing,
     replacing_files,
     write_text,
@@ -160,3 +161,16 @@ def test_commands_refuse_an_output_that_cannot_be_made_before_they_load_anything
     with pytest.raises(SystemExit):
         main([command, *words, "--output", f"{target}/a.png" if command == "plot" else target])
     assert "rope-extend: error: cannot make the directory" in capsys.readouterr().err
+
+
+def test_a_directory_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "partial" / "below").mkdir(parents=True)
+    (tmp_path / "partial" / "below" / "file").write_text("a")
+    calls: list[str] = []
+    monkeypatch.setattr(files, "flush", lambda path: calls.append(path.name))
+    monkeypatch.setattr(files.os, "replace", lambda old, new: calls.append(f"{old.name} -> {new.name}"))
+    publish_directory(tmp_path / "partial", tmp_path / "final")
+    assert sorted(calls[:3]) == ["below", "file", "partial"]
+    assert calls[3:] == ["partial -> final", tmp_path.name]

@@ -15,6 +15,7 @@ import pytest
 
 import rope_extend as rx
 from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
+from rope_extend.data.bundled import MODEL_DIR
 
 HEAVY = (
     "torch", "numpy", "transformers", "datasets", "matplotlib", "peft", "accelerate", "bitsandbytes", "pandas"
@@ -36,9 +37,14 @@ LIGHT = [
     ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
     ("recipes copy llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
-    ("generate model --file no-such-book.txt", 2, "cannot read no-such-book.txt"),
+    ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),
     ("generate model --file book.txt --method yran", 2, "Did you mean 'yarn'"),
     ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
+    (
+        f"finetune {MODEL_DIR} --data bok.txt --output-dir o --target-length 4k",
+        2,
+        "no file matches 'bok.txt'",
+    ),
     ("finetune --model m --data d --output-dir o --target-length 4k --method yran", 2, "Did you mean 'yarn'"),
     ("finetune --model m --data d --output-dir o --target-length 4k --steps ten", 2, "steps must be"),
     ("finetune --model m --limit-memory 24", 2, "with its unit"),
