@@ -87,10 +87,16 @@ def measure(
         if found.missing:
             first.append(Section("Not measured yet", notes=counted_by_row(found.missing)))
         if directory is not None and found.rows and is_main_process():
-            write_report(
-                found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
-                end=[how_it_was_made(config)], unfinished=found.unfinished,
-            )  # fmt: skip
+            try:
+                write_report(
+                    found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
+                    lead=first, end=[how_it_was_made(config)], unfinished=found.unfinished,
+                )  # fmt: skip
+            except OSError as error:
+                raise RopeExtendError(
+                    f"cannot write the report to {str(directory)!r}: {error}; free space on the disk, "
+                    "and give resume=True: what is measured is kept"
+                ) from error
         return replace(found, lead=first)
 
     return run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress, report=report)

@@ -232,6 +232,16 @@ def test_the_report_is_written_while_no_other_process_may(
     assert held == [True]
 
 
+def test_a_disk_that_is_full_under_the_report_is_one_clear_error(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")
+    monkeypatch.setattr(evaluate_module, "write_report", lambda *_, **__: full.write_text("x"))
+    with pytest.raises(RopeExtendError, match=r"No space left.*free space.*resume=True"):
+        rx.evaluate(config_of(work, output=str(tmp_path), methods=("none",)), progress=False)
+    assert len(finished_in(tmp_path)) == 4
+
+
 @pytest.mark.parametrize(
     "damage",
     [
