@@ -101,6 +101,8 @@ def _gain(comparison: Comparison) -> Criterion:
         return f"{words} (too few documents for an interval: {change.documents})", None
     ends = sorted((1 if percent >= 0 else -1) * 100 * (1 - ppl(end)) for end in (change.low, change.high))
     unclear = "" if change.clear else ", which may be chance"
+    if change.clear and change.certain is False and change.nats < 0:  # success needs more than the interval
+        unclear = ", too uncertain for a success"
     said = f"{words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
     if change.certain is None and change.nats < 0:
         return f"{said}; {FEWEST_TO_DECIDE} documents decide", None

@@ -79,6 +79,13 @@ def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, a
     assert ("chance" in words) == (nats - below <= 0 <= nats + above)
 
 
+def test_a_gain_that_is_clear_but_decides_nothing_says_so() -> None:
+    change = Difference(64, -0.03, -0.06, -0.01, math.exp(-0.03), 6, False)
+    words, used = _gain(Comparison(row("control", "none", 2.0), row("yarn", "yarn", 2.0), [change]))
+    assert words.endswith("6 documents), too uncertain for a success")
+    assert used is False
+
+
 def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     level = 2.9
     (verdict,) = verdicts(rows(level, retrieval({0.0: 1.0, 0.5: 0.9, 1.0: 0.8})))
