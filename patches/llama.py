@@ -27,10 +27,10 @@ def always(attention: nn.Module) -> bool:
 ADAPTERS = (
     FamilyAdapter(
         types("""
-            apertus arcee aria_text bitnet cwm diffllama doge flex_olmo gemma gemma2 granite granitemoe
-            granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama ministral3
-            mistral mixtral olmo olmo2 olmoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss solar_open starcoder2
-            vaultgemma
+            apertus apertus1p5_text arcee aria_text bitnet cwm diffllama doge exaone flex_olmo gemma gemma2
+            granite granitemoe granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2
+            jetmoe llama ministral3 mistral mixtral olmo olmo2 olmoe qwen2 qwen2_moe qwen3 qwen3_moe
+            sarvam_moe seed_oss solar_open starcoder2 vaultgemma
         """),
         "all channels of a head",
         in_float32=types("flex_olmo olmo olmo2"),

@@ -11,7 +11,7 @@ _NOTE = "the channels next to the latent ones"
 ADAPTERS = (
     FamilyAdapter(
         types("""
-            axk1 bailing_hybrid deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu
+            axk1 bailing_hybrid deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu
         """),
         _NOTE,
         rotated="last",

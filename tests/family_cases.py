@@ -143,10 +143,10 @@ SOFT = {"attention_multiplier": 0.25}
 ALL_FAMILIES = sorted(
     [
         *families("afmoe", MOE, SLIDING_AND_FULL, head_dim=16, num_shared_experts=1),
-        *families("apertus cwm", PLAIN),
-        *families("arcee aria_text ernie4_5 falcon gpt_neox_japanese hyperclovax internlm3 iquestcoder "
-            "jais2 llama nanochat olmo olmo2 persimmon qwen2"),
-        *families("axk1 deepseek_v3 glm4_moe_lite minicpm3 youtu", LATENT),
+        *families("apertus apertus1p5_text cwm", PLAIN),
+        *families("arcee aria_text ernie4_5 exaone falcon gpt_neox_japanese hyperclovax internlm3 "
+            "iquestcoder jais2 llama nanochat olmo olmo2 persimmon qwen2"),
+        *families("axk1 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu", LATENT),
         *families("axk2 deepseek_v32 glm_moe_dsa", INDEXED),
         *families("bailing_hybrid", PLAIN, LATENT, layer_types=["linear_attention", "full_attention"],
             pad_token_id=0),
@@ -160,6 +160,8 @@ ALL_FAMILIES = sorted(
         *families("deepseek_v2", LATENT, head_dim=16, first_k_dense_replace=1),
         *families("diffllama", num_key_value_heads=2),
         *families("doge", limits=DOGE),
+        *families("dory", KINDS, tables(), head_dim=16, num_hidden_layers=4, n_input_layers=1,
+            n_output_layers=1, layer_types=["sliding_attention", "full_attention"] * 2),
         *families("dots3_note_text", DOTS3, reloads=NO_LISTS),
         *families("ernie4_5_moe", moe_intermediate_size=24, moe_num_experts=4, moe_k=2),
         *families("exaone4", SLIDING_AND_FULL),
@@ -196,6 +198,8 @@ ALL_FAMILIES = sorted(
         *families("jetmoe", kv_channels=16),
         *families("laguna", KINDS, tables(partial_rotary_factor=0.5), MOE, head_dim=16,
             shared_expert_intermediate_size=24),
+        *families("lara_mini", SHARED, LINEAR_HEADS, head_dim=16, num_hidden_layers=3, sliding_window=512,
+            layer_types=["linear_attention", "sliding_attention", "full_attention"]),
         *families("lfm2", PLAIN, num_hidden_layers=3, layer_types=["conv", *["full_attention"] * 2]),
         *families("lfm3", head_dim=16, num_hidden_layers=3, sliding_window=16, pad_token_id=0,
             layer_types=["conv", "sliding_attention", "full_attention"]),
@@ -237,6 +241,7 @@ ALL_FAMILIES = sorted(
         *families("qwen3_5_text", SECTIONS),
         *families("qwen3_next", PARTIAL, SHARED, LINEAR_HEADS, head_dim=16, num_hidden_layers=3,
             layer_types=["linear_attention", *["full_attention"] * 2]),
+        *families("sarvam_moe", MOE, n_routed_experts=4, head_dim=16),
         *families("smollm3", PLAIN, no_rope_layers=[1, 0], pad_token_id=0),
         *families("solar_open", MOE, n_routed_experts=4, head_dim=16),
         *families("starcoder2", sliding_window=None),
