@@ -123,7 +123,7 @@ class AttentionHandler:
         Raises:
             PatchError: the positions are not known.
         """
-        if call.kwargs.get("cache") is not None:
+        if call.kwargs.get("write_index") is not None:
             raise PatchError(
                 f"{self.encoding} cannot use a paged cache (continuous batching); use generate()"
             )

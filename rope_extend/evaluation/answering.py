@@ -34,7 +34,7 @@ from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, pr
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error
-from rope_extend.models.view import unwrap
+from rope_extend.models.view import CACHE, unwrap
 from rope_extend.patching import current_patch
 from rope_extend.units import format_length
 
@@ -70,7 +70,7 @@ def generate(
     )  # fmt: skip
     more: dict[str, Any] = {}
     if bool(mask.all()):  # else padding would have to be hidden from the chunks
-        more = {"past_key_values": _filled_cache(model, ids, new_tokens)}
+        more = {CACHE: _filled_cache(model, ids, new_tokens)}
     if write is not None:
         more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         more["streamer"].on_finalized_text = lambda text, stream_end=False: write(text)

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_extend.attention.causal_suffix import causal_suffix_attention
 from rope_extend.loss import causal_lm, decoder_name, hidden_states
 from rope_extend.memory.budget import is_out_of_memory
-from rope_extend.models.view import decoder_layers, layer_config
+from rope_extend.models.view import CACHE, decoder_layers, layer_config
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class ChunkedForward:
 
     def _decode(self, chunk: Tensor, cache: DynamicCache) -> Tensor:
         with causal_suffix_attention(self.decoder) if self.maskless else nullcontext():
-            output = self.decoder(input_ids=chunk, past_key_values=cache, use_cache=True)
+            output = self.decoder(input_ids=chunk, use_cache=True, **{CACHE: cache})
         states: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
         return states
 

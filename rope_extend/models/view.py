@@ -10,6 +10,8 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -23,6 +25,8 @@ from rope_extend.models.rotary import ExtendedRotaryEmbedding
 
 logger = logging.getLogger(__name__)
 
+CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
+"""The argument of models and of `generate` that takes a cache. Its old name is deprecated."""
 CONFIG_RECORD = "rope_extend"
 """The attribute of `config` with the record of the patch; stock loaders keep it and ignore it."""
 ORIGINAL_WINDOW = "original_max_position_embeddings"

@@ -17,6 +17,7 @@ from rope_extend.attention.packed import document_inputs
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import causal_lm, decoder_name, mean_loss, shifted
 from rope_extend.models.undo import Removable
+from rope_extend.models.view import CACHE
 
 _NO_PART_OF_THE_LOSS = ("output_attentions", "output_hidden_states", "logits_to_keep")
 
@@ -114,7 +115,7 @@ def _keep_apart(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Give a decoder the inputs of packed documents, if its positions restart and no mask hides a token."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    if positions is None or positions.ndim != 2 or inputs.get("past_key_values") is not None:
+    if positions is None or positions.ndim != 2 or inputs.get(CACHE) is not None:
         return None
     if isinstance(mask, dict) or (mask is not None and (mask.ndim != 2 or not bool(mask.all()))):
         return None

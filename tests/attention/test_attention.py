@@ -406,13 +406,13 @@ def test_a_cache_of_positions_with_gaps_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dynamic_yarn", "alibi", "linear_attention"])
 def test_a_paged_cache_is_refused(name: str) -> None:
-    """Continuous batching gives its cache to the attention function."""
+    """Continuous batching gives the attention function the places of its cache."""
     model = llama(head_dim=16)
     with (
         rx.patch_model(model, rx.encoding(name), target_length=TARGET),
         pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
     ):
-        model(tokens(1, 10), cache=object(), use_cache=False)
+        model(tokens(1, 10), write_index=[torch.arange(10)], use_cache=False)
 
 
 def test_a_family_out_of_reach_is_refused() -> None:

@@ -411,8 +411,9 @@ def test_the_command_prints_the_plan_and_does_nothing(
         "no memory options", "+ gradient checkpointing", "+ MLP in tiles of 1,024 tokens",
     ]  # fmt: skip
     assert sum(line.endswith("chosen") for line in lines) == 1
-    assert "evaluation" not in "".join(lines)
+    assert "evaluation at" not in "".join(lines)
     main(shlex.split(f"{command} --target-length 4k --eval-data elsewhere --eval-lengths 256,8k"))
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, last, hours = capsys.readouterr().out.splitlines()
+    assert "RTX 4090" in hours
     assert re.fullmatch(r"evaluation at 8,192 tokens( +[\d.]+ [MG]B){4}  fits, in one pass", last)
     assert not list(tmp_path.iterdir())
