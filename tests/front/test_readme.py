@@ -145,6 +145,8 @@ SHORTER = {
     "finetune": ("--steps", "2", "--eval-documents", "2"),
     "evaluate": ("--documents", "2"),
     "retrieve": ("--trials", "1"),
+    "scripts/finetune.py": ("--steps", "2"),  # test_scripts.py takes them all
+    "scripts/evaluate.py": ("--documents", "2"),
 }
 """What is added to commands: two steps and two texts show whether one works. The demonstration takes all
 steps of the same two recipes, and measures them on eight texts."""
