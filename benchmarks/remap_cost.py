@@ -15,7 +15,7 @@ import rope_extend as rx
 WINDOW, CONTEXT = 4096, 8192
 METHODS = ("self_extend", "rerope", "string", "jet_long", "near_far", "dual_chunk", "sinks")
 TARGET = 1.7
-"""The highest ratio of the time of a token to that without a patch. Angles are computed once for all layers."""
+"""The highest ratio of the time of a token to that without a patch; its layers share the angles."""
 
 
 @torch.no_grad()
