@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import inspect
 import logging
 import os
@@ -170,6 +171,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:  # `rope-extend methods | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"the disk is full ({error}); free some space, and run the command again")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

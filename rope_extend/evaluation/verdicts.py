@@ -80,8 +80,8 @@ def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str]
     if not said:
         return []
     note = (
-        "Success: better than the cropped context with the whole interval, at least "
-        f"{LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
+        "Success: better than the cropped context beyond doubt (at most 3% of such claims are wrong), "
+        f"at least {LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
         f"{MOST_COST - 1:.0%} more perplexity within the trained window."
     )
     return [Section("In short", notes=[*said, note])]

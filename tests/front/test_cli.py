@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shlex
@@ -15,7 +16,7 @@ from cases import TRAINED
 
 import rope_extend as rx
 from rope_extend.cli.arguments import in_flags
-from rope_extend.cli.main import main
+from rope_extend.cli.main import COMMANDS, main
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_path, is_path
 from rope_extend.report.machine import OPTIONAL, examine
@@ -136,6 +137,20 @@ def test_doctor_names_what_is_missing_with_what_to_do(
     assert str(tmp_path / "not" / "there") in findings["hub cache"].result
     assert "free some space" in findings["hub cache"].advice
     assert "cache" in findings["hub"].advice
+
+
+def test_a_full_disk_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def doctor(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "picture.png")
+
+    monkeypatch.setitem(COMMANDS, "doctor", doctor)
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor"])
+    assert stopped.value.code == 2
+    assert "the disk is full" in (said := capsys.readouterr().err)
+    assert "picture.png" in said
 
 
 def test_doctor_prints_its_findings(capsys: pytest.CaptureFixture[str]) -> None:
