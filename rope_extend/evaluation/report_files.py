@@ -118,7 +118,10 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
             values = json.loads(line)
             if not isinstance(values, dict):
                 raise RopeExtendError("not an object")
-            rows.append(EvaluationRow.from_dict(values))
+            row = EvaluationRow.from_dict(values)
+            if any(row.label == each.label for each in rows):
+                raise RopeExtendError(f"an earlier row is called {row.label!r} too")
+            rows.append(row)
         except (ValueError, RecursionError, RopeExtendError) as error:
             raise RopeExtendError(
                 f"line {number} of {str(file)!r} is damaged: {error}; evaluate again with --resume "

@@ -246,8 +246,8 @@ LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")
         {"document_nll": {n: [1.0] for n in LENGTHS_OF_DAMAGE}}, {"document_nll": {"32": [1.0]}},
         {"document_terms": {n: [0] * 3 for n in LENGTHS_OF_DAMAGE}}, {"protocol": "zzz"}, {"window": "64"},
         {"documents": 0}, {"seconds": "1"}, {"data": 5}, {"passes": True}, {"scored_by_position": [1]},
-        ("label", 5), ("label", None), ("trained_length", "64"), ("encoding", "yarn"), ("encoding", {}),
-        ("result", []), ("retrieval", {"cells": 5}),
+        ("label", 5), ("label", None), ("label", "a"), ("trained_length", "64"), ("encoding", "yarn"),
+        ("encoding", {}), ("result", []), ("retrieval", {"cells": 5}),
         ("retrieval", {"cells": [{"task": "a", "length": 3, "depth": None, "scores": [2]}],
                        "crop": None, "seconds": 1, "forward_tokens": 1, "peak_memory_bytes": 1}),
         [1, 2], "[" * 100_000, "", "NaN",
@@ -258,7 +258,7 @@ def test_damaged_results_are_refused_by_line(changes: Any, tmp_path: Path) -> No
     """Whoever reads them: a report, a card, a picture or a comparison."""
     sums = {n: [60.0] * 3 for n in LENGTHS}
     whole = row("a", "yarn", 2.0, document_nll=sums, document_terms={n: [n - 1] * 3 for n in LENGTHS})
-    line: Any = {**whole.to_dict()}
+    line: Any = {**whole.to_dict(), "label": "b"}
     if isinstance(changes, dict):
         line["result"] = {**line["result"], **changes}
     elif isinstance(changes, tuple):
