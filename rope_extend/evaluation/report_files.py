@@ -112,7 +112,7 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
         raise RopeExtendError(
             f"no results at {str(file)!r}; give the directory of an evaluation, which has {RESULTS}"
         )
-    rows = []
+    rows: list[EvaluationRow] = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # JSON decodes each line
         try:
             values = json.loads(line)
