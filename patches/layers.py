@@ -32,9 +32,7 @@ def has_base(attention: Any) -> bool:
 
 ADAPTERS = (
     FamilyAdapter(("smollm3",), "all channels of a head, in some of the layers", rotates=has_rotary),
-    FamilyAdapter(
-        types("afmoe flint lara_mini"), "all channels of a head, in some of the layers", rotates=slides
-    ),
+    FamilyAdapter(types("afmoe flint"), "all channels of a head, in some of the layers", rotates=slides),
     FamilyAdapter(
         types("exaone4 exaone_moe kolibri1"),
         "all channels of a head, in some of the layers",
@@ -52,12 +50,6 @@ ADAPTERS = (
         types("gemma3_text gemma3n_text mellum modernbert-decoder olmo3"),
         "full-attention layers only; sliding ones unchanged",
         in_float32=("olmo3",),
-        layer_types=_FULL,
-    ),
-    FamilyAdapter(
-        ("dory",),
-        "full-attention layers only; sliding ones unchanged",
-        unreachable="its middle layers run several times for each token, with a cache for each time",
         layer_types=_FULL,
     ),
     FamilyAdapter(

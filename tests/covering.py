@@ -1,6 +1,6 @@
 """Which pairs of a family and a method each check of the matrix uses.
 
-The full product has 113 families x 52 methods for each of ten checks. It runs only with `pytest --full`. The
+The full product has 111 families x 52 methods for each of ten checks. It runs only with `pytest --full`. The
 default run uses a covering design instead:
 
 - each family with one static, one length-dependent and one composed rotary method, one bias and one absolute
