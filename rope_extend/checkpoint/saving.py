@@ -125,7 +125,6 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
             finish(directory, model, Record.of(model, base_model), renamed=bool(base_model))
         return result
 
-    save_pretrained.__dict__["stock"] = stock
     return save_pretrained
 
 

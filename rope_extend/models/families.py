@@ -156,10 +156,10 @@ def types(names: str) -> tuple[str, ...]:
 
 
 REFUSED: dict[str, str] = {
-    "dory": "its middle layers run several times for each token, and not all checks pass for it yet",
-    "lara_mini": "its layers with full attention do not rotate, and not all checks pass for it yet",
     "beam": "its full-attention layers do not rotate, and its other layers see a fixed local window only",
     "deepseek_v4": "it rotates values as well as keys, so a factor on cos and sin would scale its output",
+    "dory": "its middle layers run several times for each token, and not all checks pass for it yet",
+    "lara_mini": "its layers with full attention do not rotate, and not all checks pass for it yet",
     "recurrent_gemma": "its attention sees a fixed local window only, in texts of any length",
 }
 """Causal families with a rotary module that are not supported, with the reason."""

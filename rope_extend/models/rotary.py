@@ -194,7 +194,8 @@ class ExtendedRotaryEmbedding(nn.Module):
         """
         if layer_type != self.layer_type:
             assert self.original is not None
-            return self._mark(self.original(x, position_ids, layer_type), position_ids)
+            other: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
+            return other
         in_attention = self.encoding.rotates_in_attention
         parts = position_ids.dim() == 3
         if parts and in_attention:
