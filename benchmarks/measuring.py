@@ -17,12 +17,14 @@ DEVICE = "cpu"
 """Where models and documents are; `run_benchmarks.py --device` sets it."""
 
 
-def model(vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int = 192) -> LlamaForCausalLM:
+def model(
+    vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int = 192, heads: int = 6
+) -> LlamaForCausalLM:
     """A random Llama, by default of about three million parameters, on the device of the run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
-        num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=window,
+        num_attention_heads=heads, num_key_value_heads=3, max_position_embeddings=window,
         tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().to(DEVICE)

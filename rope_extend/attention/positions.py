@@ -70,7 +70,7 @@ class AttentionHandler:
     ) -> None:
         self.encoding, self.adapter, self.shape = encoding, adapter, shape
         self.learned, self.normalised = learned, normalised
-        self._latest: tuple[Any, int, Forward] | None = None
+        self._latest: tuple[Any, int | None, Forward] | None = None
         self._last_layer = -1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class AttentionHandler:
         in a dry run only.
         """
         latest = self._latest
-        if latest is not None and latest[0]() is position_ids and latest[1] == position_ids._version:
+        if latest is not None and latest[0]() is position_ids and latest[1] == _version(position_ids):
             return latest[2]
         if position_ids.is_meta:  # the ones that follow those in the cache
             count = position_ids.shape[-1]
@@ -160,7 +160,7 @@ class AttentionHandler:
             read = position_ids.cpu()
         forward = self.new_forward(_rows(read, self.encoding))
         # What layers share goes when the positions do.
-        self._latest = weakref.ref(position_ids, self._forget), position_ids._version, forward
+        self._latest = weakref.ref(position_ids, self._forget), _version(position_ids), forward
         return forward
 
     def _forget(self, reference: Any) -> None:
@@ -216,6 +216,11 @@ class AttentionHandler:
             f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "
             f"have gaps, or do not begin at 0; use use_cache=False, or positions without gaps"
         )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None in `torch.inference_mode`, which does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _is_first_of_fixed_size(queries: Tensor, call: AttentionCall) -> bool:

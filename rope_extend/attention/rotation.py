@@ -52,6 +52,8 @@ Rotation = tuple[Tensor, Tensor]
 """cos and sin `[1 or batch, 1, n, dim/2]`."""
 Table = tuple[int, int]
 """What the rotation of a query follows from: a length, and the position from which decay is counted."""
+PART = 2**18
+"""Elements of keys that are turned at once on a CPU: 1 MiB in float32."""
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
 
@@ -83,6 +85,8 @@ class _Forward(Forward):
             self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
+        # Whatever the keys. Asked in each layer, and within the window it is all that is asked.
+        self.untouched = self.scale is None and not self.encoding.remaps and self.is_plain(queries)
 
     def is_plain(self, positions: Tensor) -> bool:
         """Whether no pair with keys at some positions is turned."""
@@ -201,6 +205,8 @@ class RotationHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair."""
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
+        if forward.untouched:
+            return call.own(call.query, call.key, call.value, call.mask)
         held, remaps = held_layer(call.key), self.encoding.remaps
         if remaps and held is None and self._is_short(attention_window(call.module)):
             return call.own(call.query, call.key, call.value, call.mask)
@@ -457,14 +463,20 @@ def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], adapter: FamilyAdapte
     """States `[batch, heads, n, head_dim]`, turned by `[1 or batch, 1, n, dim/2]` and rounded once."""
     cos, sin = cos_sin
     sin = -sin if adapter.backwards else sin
-    wide = states.to(cos.dtype)
-    half = cos.shape[-1]
+    half, n = cos.shape[-1], states.shape[2]
     if torch.is_grad_enabled() or adapter.pairs != "halves" or states.shape[-1] != 2 * half:
+        wide = states.to(cos.dtype)
         return rotate(wide, cos, sin, pairs=adapter.pairs, rotated=adapter.rotated).to(states.dtype)
-    result = torch.empty_like(wide)  # each token turns all keys: half the time of `rotate`
-    first, last = wide[..., :half], wide[..., half:]
-    torch.mul(first, cos, out=result[..., :half]).addcmul_(last, sin, value=-1)
-    torch.mul(last, cos, out=result[..., half:]).addcmul_(first, sin)
+    # Each token turns all keys: in parts that stay in the cache of a CPU, a third of the time of `rotate`.
+    result = torch.empty_like(states, dtype=cos.dtype)
+    size = max(1, PART // (states.shape[1] * 2 * half)) if states.device.type == "cpu" else n
+    for at in range(0, n, max(size, 1)):
+        part = slice(at, at + size)
+        given, turn, shift, out = (each[:, :, part] for each in (states, cos, sin, result))
+        given = given.to(cos.dtype)
+        torch.mul(given, torch.cat((turn, turn), dim=-1), out=out)
+        out[..., :half].addcmul_(given[..., half:], shift, value=-1)
+        out[..., half:].addcmul_(given[..., :half], shift)
     return result.to(states.dtype)
 
 

@@ -96,7 +96,8 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
             {"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7},
             {"cache_implementation": "static"},  # without padding, its first forward has no mask
         ):  # fmt: skip
-            found = model.generate(first, attention_mask=torch.ones_like(first), **OPTIONS, **more)
+            with torch.inference_mode():
+                found = model.generate(first, attention_mask=torch.ones_like(first), **OPTIONS, **more)
             assert torch.equal(found[:, len(prompts[0]) :], expected[:1])
         beams = [
             model.generate(left, attention_mask=seen, **{**OPTIONS, "num_beams": 3, "use_cache": cached})
@@ -121,3 +122,15 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
         after = model(expected[:, :1], attention_mask=mask, past_key_values=past).logits[:, -1]
         both = torch.cat([left, expected[:, :1]], dim=1)
         same(after, model(both, attention_mask=mask, use_cache=False).logits[:, -1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_decoded_in_inference_mode_trains(method: str) -> None:
+    model, ids = tiny_model(FAMILIES[0]), tokens(TARGET, seed=1)[None]
+    rx.patch_model(model, METHODS[method](model), target_length=TARGET)
+    with torch.inference_mode():
+        read = model(ids, position_ids=torch.arange(TARGET)[None]).logits
+    trained = model(ids, labels=ids)
+    trained.loss.backward()
+    same(trained.logits, read)
+    assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
