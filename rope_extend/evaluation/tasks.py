@@ -38,11 +38,26 @@ LONG_SENTENCE = 120
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[。！？]|\n+")
 
 
+class FirstWord(Task):
+    """A task in which the first word of the response is the answer; a part of it scores 0."""
+
+    word: ClassVar[str] = r"\w+"
+
+    def score(self, response: str, answers: Sequence[str]) -> float:
+        """1 if the first word in the response is the answer, else 0."""
+        word = re.search(self.word, response)
+        return float(word is not None and word[0] == answers[0])
+
+    def finished(self, response: str, answers: Sequence[str]) -> bool:
+        """Whether the first word is complete."""
+        return re.search(rf"{self.word}(?!{self.word}).", response, re.DOTALL) is not None
+
+
 @dataclass(frozen=True)
-class Passkey(Task):
+class Passkey(FirstWord):
     """One number in repeated filler, and a question for it at the end: 2305.16300 and 2306.15595.
 
-    The answer's first number counts.
+    The first number in the response counts.
 
     Attributes:
         template: `published`, or `demo` for the code-like form of the bundled model.
@@ -52,6 +67,7 @@ class Passkey(Task):
     template: str = "published"
 
     name: ClassVar[str] = "passkey"
+    word: ClassVar[str] = r"\d+"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The prompt of figure 3 in 2306.15595, or a page of code-like lines."""
@@ -74,15 +90,6 @@ class Passkey(Task):
             " The pass key is",
             (key,),
         )
-
-    def score(self, response: str, answers: Sequence[str]) -> float:
-        """1 if the first number in the response is the key, else 0; a part of the key scores 0."""
-        number = re.search(r"\d+", response)
-        return float(number is not None and number[0] == answers[0])
-
-    def finished(self, response: str, answers: Sequence[str]) -> bool:
-        """Whether the first number is complete."""
-        return re.search(r"\d+\D", response) is not None
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,44 @@ class VariableTracking(Task):
         )
 
 
-TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking)}
+@dataclass(frozen=True)
+class ManyShot(FirstWord):
+    """Examples that fill the prompt: two invented words and a label, which only the first word decides.
+
+    The rule is to be found in the examples, as in many-shot learning (2404.11018). The more of them a model
+    reads, the more first words it knows: a perfect one answers as often as an example has the first word.
+
+    Attributes:
+        words: number of first words, each with a label of its own; examples draw from them at random.
+    """
+
+    new_tokens: int = 8
+    words: int = 1000
+
+    name: ClassVar[str] = "many_shot"
+    has_depth: ClassVar[bool] = False
+
+    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+        """Examples in lines, and two words without their label; the second is new in most lines."""
+        firsts: dict[str, str] = {}
+        while len(firsts) < self.words:
+            firsts[_invented(rng)] = rng.choice(_NOUNS)
+        names = list(firsts)
+        asked = rng.choice(names)
+        shots = ((rng.choice(names), _invented(rng)) for _ in range(tokens // 4 + 16))
+        examples = "".join(f"{first} {second}: {firsts[first]}\n" for first, second in shots)
+        return Draft(
+            "Each line has two invented words and their label.\n",
+            lambda size: examples[:size],
+            "",
+            f"\n{asked} {_invented(rng)}:",
+            (firsts[asked],),
+        )
+
+
+TASKS: dict[str, type[Task]] = {
+    cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking, ManyShot)
+}
 """The tasks by name."""
 
 
@@ -238,6 +282,11 @@ def _absent(rng: random.Random, text: str, count: int, draw: Callable[[], str]) 
         if drawn not in text:
             strings[drawn] = None
     return list(strings)
+
+
+def _invented(rng: random.Random) -> str:
+    """A word of three syllables that no language has."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
 
 
 _CODE_NOUNS = "node item path name line index value size count key file data".split()  # noqa: SIM905

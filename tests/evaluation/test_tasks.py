@@ -15,6 +15,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
 from rope_extend.evaluation.tasks import (
     TASKS,
+    ManyShot,
     MultiKey,
     Passkey,
     VariableTracking,
@@ -125,6 +126,32 @@ def test_a_chain_of_variables_can_be_followed() -> None:
         values[name] = values.get(value, value)  # by the time a variable is read, it has been set
     assert len(values) == 10
     assert sorted(name for name, value in values.items() if value == number) == sorted(prompt.answers)
+
+
+def test_the_label_of_a_word_follows_from_its_examples() -> None:
+    """Longer prompts show more words, and so more often an example of the one that is asked."""
+    shown, answered = {}, {}
+    for length in (600, 2400):
+        prompts = [make_prompt(ManyShot(words=100), PLAIN, length, trial=trial) for trial in range(30)]
+        known = []
+        for prompt in prompts:
+            examples = re.findall(r"^(\w+) \w+: (\w+)$", prompt.text, re.MULTILINE)[:-1]  # the last is cut
+            labels = dict(examples)
+            assert all(labels[first] == label for first, label in examples)
+            known.append(labels.get(re.search(r"(\w+) \w+:$", prompt.text)[1]))
+            shown[length] = shown.get(length, 0) + len(labels)
+            assert known[-1] in (None, *prompt.answers)
+        answered[length] = sum(label is not None for label in known)
+    assert shown[600] < shown[2400]
+    assert 0 < answered[600] < answered[2400] < 30
+    task = ManyShot()
+    assert [task.score(said, ["river"]) for said in (" river", "river\n", "rivers", "a river")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert [task.finished(said, ["river"]) for said in (" riv", "river", "river\n")] == [False, False, True]
 
 
 def test_answers_are_scored_as_in_the_papers() -> None:
