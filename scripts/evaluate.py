@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 
 import rope_extend as rx
 
@@ -26,8 +27,9 @@ parser.add_argument("--output", default="evaluation", help="directory for table 
 args = parser.parse_args()
 longest = max(args.lengths)
 
+optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-if args.method is None and (Path(args.model) / "rope_extend.json").exists():
+if args.method is None and cached_file(args.model, "rope_extend.json", **optional):
     model = rx.load(args.model)
 else:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")

@@ -17,7 +17,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 import rope_extend as rx
 
@@ -41,7 +40,9 @@ args = parser.parse_args()
 if not args.resume and Path(args.output).exists():
     parser.error(f"{args.output} exists: give another --output, or --resume")
 length = args.block_length or args.target_length
-latest = get_last_checkpoint(args.output) if args.resume and Path(args.output).is_dir() else None
+# One that was interrupted while it was written has no state: that is written last.
+complete = [state.parent for state in Path(args.output).glob("checkpoint-*/trainer_state.json")]
+latest = max(complete, key=lambda path: int(path.name[11:]), default=None) if args.resume else None
 if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
     parser.error(f"{args.output} holds files, but no checkpoint to resume: give another --output")
 set_seed(0)
@@ -54,11 +55,9 @@ model = get_peft_model(model, lora)
 model.print_trainable_parameters()
 
 documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
-blocks = rx.blocks(documents, length)
+blocks = rx.blocks(documents, length, positions=args.positions, model=model)
 print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
 
-drawn = int(latest.rpartition("-")[2]) * args.batch_size if latest else 0  # blocks of the steps so far
-pose = args.positions and rx.PositionCollator(args.positions, args.target_length, drawn=drawn)
 rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
 settings = TrainingArguments(
     args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
@@ -69,9 +68,9 @@ trainer = Trainer(
     model,
     settings,
     train_dataset=blocks,
-    data_collator=pose or None,
+    processing_class=tokenizer,  # so that checkpoints have it too
     callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
 )
-trainer.train(resume_from_checkpoint=latest)
+trainer.train(resume_from_checkpoint=latest and str(latest))
 rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
 print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")

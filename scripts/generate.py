@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import cached_file
 
 import rope_extend as rx
 
@@ -21,8 +22,9 @@ args = parser.parse_args()
 if (args.method is None) != (args.target_length is None):
     parser.error("--method and --target-length belong together")
 
+optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-if args.method is None and (Path(args.model) / "rope_extend.json").exists():
+if args.method is None and cached_file(args.model, "rope_extend.json", **optional):
     model = rx.load(args.model)
 else:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")

@@ -28,10 +28,12 @@ class Forward:
 
     Attributes:
         queries: positions `[1 or batch, T]`.
+        readers: ids of the modules that have asked for it.
     """
 
     def __init__(self, queries: Tensor) -> None:
         self.queries = queries
+        self.readers: set[int] = set()
         self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._bytes = 0
 

@@ -28,7 +28,7 @@ from rope_extend.attention.functions import (
     handing_over,
     handled_implementation,
 )
-from rope_extend.attention.masks import visible_to
+from rope_extend.attention.masks import visible, visible_to
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
@@ -70,7 +70,7 @@ class AttentionHandler:
     ) -> None:
         self.encoding, self.adapter, self.shape = encoding, adapter, shape
         self.learned, self.normalised = learned, normalised
-        self._latest: tuple[Any, int | None, Forward] | None = None
+        self._latest: tuple[Any, Forward] | None = None
         self._last_layer = -1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class AttentionHandler:
                 f"the cos and sin of the rotary module itself, but perhaps copies; turn gradient "
                 f"checkpointing off, or put the model on one device"
             )
-        forward = self.forward_at(position_ids, call.key.shape[2] - count)
+        forward = self.forward_at(position_ids, call.module, call.key.shape[2] - count)
         if forward.queries.shape[1] != count:
             raise PatchError(
                 f"{self.encoding} does not know the positions in {name}: it has {count} queries, and "
@@ -144,23 +144,26 @@ class AttentionHandler:
             )
         return forward
 
-    def forward_at(self, position_ids: Tensor, cached: int = 0) -> Forward:
-        """The forward of tokens at `position_ids`, `[T]`, `[batch, T]` or `[parts, batch, T]`.
+    def forward_at(self, position_ids: Tensor, module: Any, cached: int = 0) -> Forward:
+        """The forward in which a module reads tokens at `[T]`, `[batch, T]` or `[parts, batch, T]` positions.
 
-        All layers that get the same tensor share it. `cached` is the number of earlier tokens, which matters
-        in a dry run only.
+        All modules that get the same tensor share it. One that reads for the second time is in another
+        forward: the tensor may have been changed in place, and so may a mask. `cached` is the number of
+        earlier tokens, which matters in a dry run only.
         """
         latest = self._latest
-        if latest is not None and latest[0]() is position_ids and latest[1] == _version(position_ids):
-            return latest[2]
+        if latest is not None and latest[0]() is position_ids and id(module) not in latest[1].readers:
+            latest[1].readers.add(id(module))
+            return latest[1]
         if position_ids.is_meta:  # the ones that follow those in the cache
             count = position_ids.shape[-1]
             read = torch.arange(cached, cached + count, device="cpu")[None]
         else:
             read = position_ids.cpu()
         forward = self.new_forward(_rows(read, self.encoding))
+        forward.readers.add(id(module))
         # What layers share goes when the positions do.
-        self._latest = weakref.ref(position_ids, self._forget), _version(position_ids), forward
+        self._latest = weakref.ref(position_ids, self._forget), forward
         return forward
 
     def _forget(self, reference: Any) -> None:
@@ -201,13 +204,20 @@ class AttentionHandler:
         rows = max(len(queries), len(first))
         own_keys = [past for past in layouts if bool(first[:, past].any())]  # the first query sees its own
         for past in own_keys or layouts[1:2] or layouts:
-            # The number of visible keys from each one on, up to the first query.
-            after = first[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-            before = (queries[:, :1] - after).expand(rows, -1)
+            # In each row, keys are counted back from the first query that is no padding: it sees its own key.
+            at, seen, own = torch.zeros(1, dtype=torch.int64), first, first[:, past]
+            if call.mask is not None and new > 1 and not bool(own.all()):
+                sees_own = visible(call.mask[:, 0].diagonal(past, dim1=-2, dim2=-1)).cpu()
+                at, own = sees_own.int().argmax(dim=-1), sees_own.any(dim=-1)
+                seen = visible(call.mask[torch.arange(len(at)), 0, at, :columns]).cpu()
+            start = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
+            # The number of visible keys from each one on, up to that query.
+            after = seen[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+            before = start - after
             if whole and past:
-                by_column = (queries[:, :1] == past).expand(rows, -1)  # padding has positions too
+                by_column = start == past + at[:, None]  # padding has positions too
                 known = (before[:, :1] == 0) | by_column
-                if not bool(known[first[:, past].expand(rows)].all()):
+                if not bool(known[own.expand(rows)].all()):
                     continue
                 before = torch.where(before[:, :1] == 0, before, torch.arange(past))
             return torch.cat([before.clamp(min=0), queries.expand(rows, -1)], dim=1)
@@ -216,11 +226,6 @@ class AttentionHandler:
             f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "
             f"have gaps, or do not begin at 0; use use_cache=False, or positions without gaps"
         )
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None in `torch.inference_mode`, which does not count."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _is_first_of_fixed_size(queries: Tensor, call: AttentionCall) -> bool:

@@ -53,7 +53,7 @@ class VectorHandler(AttentionHandler):
                 f"{self.encoding} cannot be added to the input of {type(layer).__name__}: it is not "
                 f"[batch, tokens, channels], or its positions are not known"
             )
-        forward = self.forward_at(position_ids)
+        forward = self.forward_at(position_ids, layer)
         positions = forward.queries
         if positions.shape[1] != states.shape[1]:
             raise PatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -10,13 +11,21 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
-from rope_extend.checkpoint.peft_models import changes_base, check_base
+from rope_extend.checkpoint.peft_models import changes_base, check_base, is_peft_model
 from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.saving import recording, stock_save
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
-from rope_extend.models.parameters import write_learned
+from rope_extend.models.parameters import (
+    LEARNED_FILE,
+    current_learned,
+    learned_parameters,
+    read_learned,
+    write_learned,
+)
 from rope_extend.models.view import unwrap
+
+logger = logging.getLogger(__name__)
 
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
@@ -34,12 +43,20 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, base_model: str | None = None) -> None:
         self.base_model = base_model
 
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Train what the encoding learns, in float32: peft has frozen all but the adapter."""
+        if is_peft_model(model):
+            for parameter in learned_parameters(model).values():
+                parameter.requires_grad_(True)
+                parameter.data = parameter.data.float()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Refuse a model without a patch now, not at its first checkpoint, and wrap `save_pretrained`.
 
         Raises:
-            RopeExtendError: the model is not patched; or the run resumes from a checkpoint that was trained
-                with another encoding, or an adapter on another base model.
+            RopeExtendError: the model is not patched; or the run resumes from a checkpoint in its output
+                directory that was trained with another encoding, or an adapter on another base model; or
+                that lacks what the encoding has learned.
         """
         record = Record.of(model, self.base_model)
         checkpoint = _checkpoint(args, state)
@@ -55,6 +72,14 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             if not any(map(changes_base, configs)):
                 advice = "; load the former, or start a new run"
                 check_base(model, before.base_fingerprint, checkpoint, before.base_model, advice=advice)
+        elif state.global_step:
+            logger.warning(
+                "%s has no record, so it was not checked that this run continues with the same encoding",
+                checkpoint,
+            )
+        learned = current_learned(model)
+        if state.global_step and learned is not None and configs:  # Trainer loads only the adapter
+            learned.put(read_learned(checkpoint), str(checkpoint / LEARNED_FILE))
         # A function of the model, so that a copy of the model saves the copy.
         model.save_pretrained = MethodType(recording(stock_save(model), self.base_model), model)
 

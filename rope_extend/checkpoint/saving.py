@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, read_json
+from rope_extend.checkpoint.manifest import check_finite, read_json
 from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.publishing import warn_of_local_paths
@@ -106,10 +106,11 @@ def record_encoding(
     Raises:
         RopeExtendError: the model is not patched, or the directory cannot be read or written.
     """
-    directory = written_directory(Path(expand_home(directory)), model)
-    record = finish(directory, model, Record.of(model, base_model), guard=guard, renamed=bool(base_model))
-    if is_peft_model(model):
-        warn_of_local_paths(directory)
+    record = Record.of(model, base_model)
+    for written in written_directories(Path(expand_home(directory)), model):
+        record = finish(written, model, record, guard=guard, renamed=bool(base_model))
+        if is_peft_model(model):
+            warn_of_local_paths(written)
     return record
 
 
@@ -121,8 +122,9 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
         result = stock(model, save_directory, *args, **options)
         given = inspect.signature(stock).bind(model, save_directory, *args, **options).arguments
         if current_patch(model) is not None and given.get("is_main_process", True):
-            directory = written_directory(Path(save_directory), model)
-            finish(directory, model, Record.of(model, base_model), renamed=bool(base_model))
+            names = given.get("selected_adapters")
+            for directory in written_directories(Path(save_directory), model, names):
+                finish(directory, model, Record.of(model, base_model), renamed=bool(base_model))
         return result
 
     return save_pretrained
@@ -134,10 +136,12 @@ def stock_save(model: Any) -> Callable[..., Any]:
     return getattr(save_pretrained, "stock", save_pretrained)
 
 
-def written_directory(directory: Path, model: Any) -> Path:
-    """Where peft wrote an adapter: one level below `directory`, if it is not named `default`."""
-    below = [directory / name for name in model.active_adapters] if is_peft_model(model) else []
-    return next((path for path in below if (path / ADAPTER_CONFIG).exists()), directory)
+def written_directories(directory: Path, model: Any, adapters: Sequence[str] | None = None) -> list[Path]:
+    """Where the weights were written. peft writes an adapter that is not named `default` one level below."""
+    if not is_peft_model(model):
+        return [directory]
+    names = adapters or list(model.peft_config)
+    return [directory if name == "default" else directory / name for name in names]
 
 
 def finish(

@@ -37,7 +37,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         document, start = self._spans[index]
         ids = self._documents[document].input_ids[start : start + self.length]
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids.clone(), "labels": ids.clone()}  # whoever masks labels changes only those
 
     def origin(self, index: int) -> tuple[str, int]:
         """The name of the document that a block comes from, and the block's offset in it, in tokens."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from rope_extend.data.choices import SHORTEST
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
@@ -112,7 +112,8 @@ class PositionCollator:
     """Batches blocks and adds sampled position ids; a `collate_fn` for any data loader or `Trainer`.
 
     The positions of sequence number n follow from the seed and n alone, so a resumed run gets the same ones.
-    Calls count the sequences; with several loader workers, each worker counts its own.
+    Calls count the sequences. In a worker of a data loader, positions follow from its seed too, which torch
+    draws in each epoch, and `drawn` does not help a resumed run.
 
     Args:
         sampler: `pose`, `cream` or `random`.
@@ -142,7 +143,9 @@ class PositionCollator:
                 f"positions {self.sampler} needs blocks of {SHORTEST} to {self.target_length} tokens, the "
                 f"window to reach; got {length}"
             )
-        generator = np.random.default_rng([self.seed, _STREAM, number])
+        worker = get_worker_info()
+        stream = [] if worker is None else [worker.seed]
+        generator = np.random.default_rng([self.seed, _STREAM, *stream, number])
         return SAMPLERS[self.sampler](length, self.target_length, generator)
 
     def share_beyond(self, window: int, length: int, sequences: int) -> float:
@@ -155,7 +158,15 @@ class PositionCollator:
 
         All are `[batch, length]`. Without the mask of ones, transformers would take a gap in the positions
         for the start of another text.
+
+        Raises:
+            RopeExtendError: items that have position ids, or a length as in `positions`.
         """
+        if any("position_ids" in item for item in items):
+            raise RopeExtendError(
+                "PositionCollator: these blocks have position_ids already, of packed documents or "
+                "rope_extend.blocks(..., positions=); leave the collator out"
+            )
         batch: dict[str, torch.Tensor] = default_collate(list(items))
         rows = [self.positions(len(item["input_ids"]), self.drawn + row) for row, item in enumerate(items)]
         self.drawn += len(rows)

@@ -81,13 +81,16 @@ class LearnedParameters(nn.Module):
                 parameters[name].copy_(value)
 
 
+def current_learned(model: nn.Module) -> LearnedParameters | None:
+    """What a model's active encoding learns; None if it has nothing to learn."""
+    found = (getattr(module, LEARNED, None) for module in model.modules())
+    return next((each for each in found if isinstance(each, LearnedParameters)), None)
+
+
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The learned parameters of a model's active encoding, by full name; empty if it has none."""
-    for module in model.modules():
-        learned = getattr(module, LEARNED, None)
-        if isinstance(learned, LearnedParameters):
-            return dict(learned.named_parameters())
-    return {}
+    learned = current_learned(model)
+    return {} if learned is None else dict(learned.named_parameters())
 
 
 def write_learned(directory: Path, model: nn.Module) -> None:

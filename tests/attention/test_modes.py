@@ -134,3 +134,53 @@ def test_a_model_that_decoded_in_inference_mode_trains(method: str) -> None:
     trained.loss.backward()
     same(trained.logits, read)
     assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], FamilyCase("mistral", {"head_dim": 16, "sliding_window": 64})], ids=str
+)
+@torch.no_grad()
+def test_turns_that_are_padded_on_the_left_each(method: str, family: FamilyCase) -> None:
+    """A chat in a batch: the first new token of a row may be padding, after text of that row."""
+    model = tiny_model(family)
+    rx.patch_model(model, METHODS[method](model), target_length=TARGET)
+    texts = [tokens(52, seed=1), tokens(36, seed=2)]
+    turns = [
+        padded([texts[0][:40], texts[1][:29]], left=True),
+        padded([texts[0][40:], texts[1][29:]], left=True),
+    ]
+    seen = torch.cat([mask for _, mask in turns], dim=1)
+    at = (seen.cumsum(-1) - 1).clamp(min=0)
+    first = turns[0][0].shape[1]
+    cache = model(turns[0][0], attention_mask=turns[0][1], position_ids=at[:, :first]).past_key_values
+    found = model(turns[1][0], attention_mask=seen, position_ids=at[:, first:], past_key_values=cache).logits
+    for row, text in enumerate(texts):
+        same(found[row, -5:], model(text[None], use_cache=False).logits[0, -5:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_positions_and_masks_that_change_in_place(method: str) -> None:
+    """Also where torch counts no changes, after an early exit, and after layers were computed again."""
+    model = tiny_model(FAMILIES[0])
+    rx.patch_model(model, METHODS[method](model), target_length=TARGET)
+    ids = tokens(60, seed=1)[None]
+    whole_depth, model.config.num_hidden_layers = model.config.num_hidden_layers, 1
+    with torch.inference_mode():
+        cache, at = model(ids[:, :50]).past_key_values, torch.tensor([[50]])
+        found = []
+        for step in range(50, 60):
+            found.append(model(ids[:, step, None], position_ids=at, past_key_values=cache).logits)
+            at += 1
+        same(torch.cat(found, dim=1), model(ids, use_cache=False).logits[:, 50:])
+    model.config.num_hidden_layers = whole_depth
+    model.train()
+    model.gradient_checkpointing_enable()
+    at, mask = torch.arange(60)[None], torch.ones(1, 1, 60, 60, dtype=torch.bool).tril()
+    model(ids, attention_mask=mask, position_ids=at, use_cache=False).logits.sum().backward()
+    mask[..., 30:, :30] = False
+    found = [
+        model(ids, attention_mask=m, position_ids=p, use_cache=False).logits
+        for m, p in ((mask, at), (mask.clone(), at.clone()))
+    ]
+    assert torch.equal(*found)

@@ -314,7 +314,7 @@ def test_kept_tables_are_bounded(implementation: str, monkeypatch: pytest.Monkey
 
     def measured(handler: Any, module: Any) -> None:
         kept = [
-            value[1] for name, value in handler._latest[2]._kept.items() if name[0] == "turn" and value[1]
+            value[1] for name, value in handler._latest[1]._kept.items() if name[0] == "turn" and value[1]
         ]
         sizes.append(sum(part.numel() * part.element_size() for each in kept for part in each))
         attended(handler, module)

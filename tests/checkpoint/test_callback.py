@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rope_extend import RopeExtendError
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
+from rope_extend.models.parameters import learned_parameters
 
 IDS = torch.arange(80).remainder(61)[None]
 DATA = [
@@ -59,7 +61,7 @@ def base(tmp_path: Path) -> Path:
 
 def patched(base: Path, kind: str, method: str = "yarn", adapter_name: str = "default") -> Any:
     model = AutoModelForCausalLM.from_pretrained(base)
-    encoding = rx.encoding(method, **({} if method == "xpos" else {"factor": 8.0}))
+    encoding = rx.encoding(method, **({} if method in ("xpos", "fire") else {"factor": 8.0}))
     rx.patch_model(model, encoding, target_length=TARGET)
     if kind == "full":
         return model
@@ -153,6 +155,40 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
     rx.current_patch(other).remove()
     with pytest.raises(RopeExtendError, match="carries no patch"):
         trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
+
+
+def test_what_an_encoding_learns_is_trained_beside_lora_and_resumed(base: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, resumed in (("whole", None), ("resumed", tmp_path / "whole" / "checkpoint-1")):
+        model = patched(base, "adapter", "fire")
+        before = {key: value.clone() for key, value in learned_parameters(model).items()}
+        run = trainer(model, tmp_path / name, rx.SaveEncodingCallback())
+        run.train(
+            resume_from_checkpoint=resumed and str(shutil.copytree(resumed, tmp_path / name / "checkpoint-1"))
+        )
+        assert all(not torch.equal(value, before[key]) for key, value in learned_parameters(model).items())
+        runs[name] = model
+    assert_same_but_rounding(logits(runs["resumed"]), logits(runs["whole"]))
+    (tmp_path / "whole" / "checkpoint-3" / "encoding.safetensors").unlink()
+    again = trainer(patched(base, "adapter", "fire"), tmp_path / "whole", rx.SaveEncodingCallback())
+    with pytest.raises(RopeExtendError, match=r"encoding.safetensors does not fit this model: .* is missing"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_every_adapter_that_peft_saves_has_its_record(base: Path, tmp_path: Path) -> None:
+    model = patched(base, "adapter")
+    model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    for active in ("default", "other"):
+        model.set_adapter(active)
+        model.save_pretrained(tmp_path / active)
+        expected = logits(model)
+        for directory in (tmp_path / active, tmp_path / active / "other"):
+            assert read_record(directory).weights
+        assert torch.equal(
+            logits(rx.load(tmp_path / active / ("" if active == "default" else active))), expected
+        )
+        model.save_pretrained(tmp_path / f"one-{active}", selected_adapters=["other"])
+        assert [path.parent.name for path in tmp_path.glob(f"one-{active}/**/{RECORD_NAME}")] == ["other"]
 
 
 def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, tmp_path: Path) -> None:

@@ -160,6 +160,21 @@ def test_a_collator_works_in_a_loader_and_resumes_at_a_number() -> None:
     assert later.drawn == 12
 
 
+def test_workers_draw_other_positions_in_each_epoch() -> None:
+    made = cut_blocks([Document("a", torch.arange(256))], 32)
+    loader = DataLoader(made, batch_size=1, collate_fn=PositionCollator("random", 4096), num_workers=2)
+    drawn = [tuple(batch["position_ids"][0].tolist()) for _ in range(2) for batch in loader]
+    assert len(set(drawn)) == len(drawn) == 16
+
+
+def test_blocks_that_have_positions_are_refused_and_items_are_copies() -> None:
+    made = cut_blocks([Document("a", torch.arange(64))], 32)
+    made[0]["labels"][:] = -100
+    assert torch.equal(made[0]["input_ids"], torch.arange(32))
+    with pytest.raises(RopeExtendError, match=r"have position_ids already.*leave the collator out"):
+        PositionCollator("pose", 64)([{**made[0], "position_ids": torch.arange(32)}])
+
+
 def test_stock_training_takes_the_gaps_as_one_text() -> None:
     """Without the mask, transformers cuts a text at every gap, and its loss differs."""
     model = tiny_llama()

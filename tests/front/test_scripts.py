@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
 FINETUNE, EVALUATE, GENERATE = (str(next(path for path in SCRIPTS if path.stem == name))
                                 for name in ("finetune", "evaluate", "generate"))  # fmt: skip
+REVISION = "0123456789" * 4
 TRAINING = [FINETUNE, str(MODEL_DIR), "demo:finetuning", "--target-length", "512", "--block-length", "128",
             "--positions", "pose", "--batch-size", "2"]  # fmt: skip
 
@@ -62,14 +64,22 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
     time.sleep(0.5)
     os.kill(process, signal.SIGKILL)
     assert commands.wait() == -signal.SIGKILL, commands.printed()
+    (killed / "checkpoint-55").mkdir()  # as if it had been killed while it wrote this one
     commands.run(*words, "--output", str(killed), "--resume", environment=ON_A_CPU)
     weights = [load_file(each / "adapter_model.safetensors") for each in (whole, killed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert str(rx.current_patch(rx.load(whole)).encoding) == "yarn(factor=2)"
 
+    hub = tmp_path / "hub" / "models--me--adapter"  # what a download of a hub id leaves
+    shutil.copytree(whole, hub / "snapshots" / REVISION, ignore=shutil.ignore_patterns("checkpoint-*"))
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(REVISION)
+    (hub / ".no_exist" / REVISION).mkdir(parents=True)
+    (hub / ".no_exist" / REVISION / "config.json").touch()
     said = commands.run(
-        EVALUATE, str(whole), "demo:evaluation", "--lengths", "128", "512", "--documents", "2",
-        "--output", str(tmp_path / "evaluation"), environment=ON_A_CPU,
+        EVALUATE, "me/adapter", "demo:evaluation", "--lengths", "128", "512", "--documents", "2",
+        "--output", str(tmp_path / "evaluation"),
+        environment={**ON_A_CPU, "HF_HUB_CACHE": str(tmp_path / "hub")},
     )  # fmt: skip
     head, ours, control = csv.reader((tmp_path / "evaluation" / "table.csv").open())
     assert head == ["row", "128", "512"]
