@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,6 +24,10 @@ SUFFIX = "causal_suffix"
 
 _BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
 """Arguments of attention functions that plain causal attention does not support."""
+
+_choosing = threading.Lock()
+_before: list[bool] = []
+"""Whether cuDNN's kernel was in use when each open block of `without_cudnn` began, those of all threads."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -76,9 +81,14 @@ def without_cudnn() -> Iterator[None]:
     second. So calls that hardly ever have the same shape twice use another one. The choice is that of the
     whole process.
     """
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _choosing:
+        _before.append(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        with _choosing:
+            first = _before[0]
+            _before.pop()
+            if not _before:
+                torch.backends.cuda.enable_cudnn_sdp(first)

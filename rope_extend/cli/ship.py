@@ -21,6 +21,7 @@ from rope_extend.cli.arguments import (
     size,
 )
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.locating import check_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,6 +46,8 @@ def merge(arguments: argparse.Namespace) -> None:
     Weights that the adapter changes are computed in float32 and rounded once. All other weights are the base
     model's own, bit for bit.
     """
+    check_checkpoint(arguments.adapter)  # before torch is imported
+
     import torch
 
     from rope_extend.checkpoint.merging import merge as run
@@ -104,6 +107,8 @@ def verify(arguments: argparse.Namespace) -> None:
 
     Compares logits inside and beyond the pretrained window, and fails if they differ.
     """
+    check_checkpoint(arguments.directory)  # before torch is imported
+
     from rope_extend.checkpoint.verifying import verify as run
 
     verification = run(

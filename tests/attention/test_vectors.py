@@ -16,7 +16,6 @@ from rope_extend.models.parameters import learned_parameters
 
 SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
 VECTORS = [case for case in ALTERNATIVES if case.vectors is not None]
-LEARNED = [case for case in VECTORS if case.name == "learned"]
 
 
 @pytest.fixture(params=VECTORS, ids=str)

@@ -31,7 +31,6 @@ import rope_extend as rx
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.training.lora import lora_config
 
-BY_NAME = {case.model_type: case for case in FAMILIES}
 TARGETS = {"gpt_neox": ["query_key_value", "dense_h_to_4h"]}
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.answering import generate
@@ -135,6 +136,12 @@ def test_decoding_builds_no_plan_for_each_token(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Oracle, "generate", observed)
     measured(Oracle())
     assert seen == [True, False] * (len(seen) // 2)
+    blocks = [without_cudnn(), without_cudnn()]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks:  # of two threads, which do not end in the order of a stack
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        block.__exit__(None, None, None)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
