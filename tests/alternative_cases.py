@@ -159,10 +159,7 @@ ALTERNATIVES = [
     AlternativeCase("alibi", alibi),
     AlternativeCase("t5_bias", t5(32, 128)),
     AlternativeCase(
-        "t5_bias",
-        t5(8, 20),
-        parameters={"buckets": 8, "max_distance": 20},
-        label="t5_bias-narrow",
+        "t5_bias", t5(8, 20), parameters={"buckets": 8, "max_distance": 20}, label="t5_bias-narrow"
     ),
     AlternativeCase("kerple", kerple_log),
     AlternativeCase("kerple", kerple_log, parameters={"per_layer": False}, label="kerple-shared"),

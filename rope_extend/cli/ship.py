@@ -107,8 +107,6 @@ def verify(arguments: argparse.Namespace) -> None:
 
     Compares logits inside and beyond the pretrained window, and fails if they differ.
     """
-    check_checkpoint(arguments.directory)  # before torch is imported
-
     from rope_extend.checkpoint.verifying import verify as run
 
     verification = run(

@@ -13,12 +13,7 @@ import torch
 from batches import LENGTH, batch, in_parts, logits, same, tokens
 from cases import FACTOR, FAMILIES, TARGET, llama, tiny_model
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama

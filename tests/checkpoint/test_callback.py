@@ -13,12 +13,7 @@ import torch
 from cases import TARGET, llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import (
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -157,7 +152,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
         trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
 
 
-def test_what_an_encoding_learns_is_trained_beside_lora_and_resumed(base: Path, tmp_path: Path) -> None:
+def test_what_an_encoding_learns_is_trained_with_lora_and_resumed(base: Path, tmp_path: Path) -> None:
     runs = {}
     for name, resumed in (("whole", None), ("resumed", tmp_path / "whole" / "checkpoint-1")):
         model = patched(base, "adapter", "fire")

@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge adapter --output x --base-model full --max-shard-size big", "not a size in memory: 'big'"),
         ("merge adapter --output x --dtype int8", "invalid choice: 'int8'"),
         ("merge full --output x", "holds no adapter"),
-        ("merge nowhere --output x", "cannot find the checkpoint 'nowhere'"),
+        ("merge nowhere --output x", "no directory 'nowhere'"),
         ("merge cut --output x", "adapter_model.safetensors is truncated or damaged"),
         ("merge unrecorded --output x", "no rope_extend.json in unrecorded"),
         ("export full", "export needs --output, or --support"),

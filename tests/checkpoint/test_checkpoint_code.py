@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrity import (
-    each,
-    extended,
-    refused,
-    rewritten,
-    unsealed,
-)
+from integrity import each, extended, refused, rewritten, unsealed
 
 import rope_extend as rx
 from rope_extend import RopeExtendError

@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 from cases import llama
-from integrity import (
-    INDEX,
-    RECORD,
-    each,
-    each_with,
-    extended,
-    refused,
-    rewritten,
-    with_lora,
-)
+from integrity import INDEX, RECORD, each, each_with, extended, refused, rewritten, with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx

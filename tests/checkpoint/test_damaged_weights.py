@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FAMILIES, llama, tiny_model
-from integrity import (
-    each,
-    extended,
-    logits,
-    refused,
-    unsealed,
-    weights_of,
-    with_lora,
-)
+from integrity import each, extended, logits, refused, unsealed, weights_of, with_lora
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -80,8 +72,7 @@ def test_files_that_are_not_those_that_were_saved_are_refused(directory: Path, c
 
 @each()
 @pytest.mark.parametrize(
-    "name",
-    ["pytorch_model.bin", "adapter_model.bin", "model.pt", "MODEL.PTH", "x.ckpt", "x.pkl", "x.pickle"],
+    "name", ["pytorch_model.bin", "adapter_model.bin", "model.pt", "MODEL.PTH", "x.ckpt", "x.pkl", "x.pickle"]
 )
 def test_pickles_are_refused(directory: Path, name: str) -> None:
     (directory / name).write_bytes(b"\x80\x04.")

@@ -19,13 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.checkpoint.export.support import (
-    FACTORS,
-    IMPOSSIBLE,
-    NATIVE,
-    PLUGIN,
-    support,
-)
+from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, PLUGIN, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.export.write import _stock_computes, _stock_pairs, _with_form, export
 from rope_extend.checkpoint.manifest import RECORD_NAME

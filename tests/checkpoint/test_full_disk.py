@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 import torch
 from covering import few
-from integrity import (
-    Fault,
-    contents,
-    extended,
-    logits,
-    watching,
-    with_lora,
-)
+from integrity import Fault, contents, extended, logits, watching, with_lora
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

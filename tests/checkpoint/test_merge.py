@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import (
-    COMMON,
-    FAMILIES,
-    TARGET,
-    TRAINED,
-    FamilyCase,
-    llama,
-    tiny_model,
-)
+from cases import COMMON, FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from covering import few
 from integrity import contents, logits, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model

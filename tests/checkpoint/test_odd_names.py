@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import few
-from integrity import (
-    extended,
-    logits,
-    with_lora,
-)
+from integrity import extended, logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import COMMON, llama
-from integrity import (
-    extended,
-    logits,
-    refused,
-    with_lora,
-)
+from integrity import extended, logits, refused, with_lora
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -39,11 +39,7 @@ def test_one_source_comes_in_the_order_that_it_always_had() -> None:
     assert made.epochs(125) == [2.5]
 
 
-@given(
-    st.lists(st.floats(0.01, 100), min_size=2, max_size=5),
-    st.integers(0, 2**31),
-    st.integers(0, 20_000),
-)
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=5), st.integers(0, 2**31), st.integers(0, 20_000))
 def test_locations_and_counts_agree_with_a_count_from_the_start(
     weights: list[float], seed: int, position: int
 ) -> None:

@@ -20,13 +20,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document
-from rope_extend.data.sampled_positions import (
-    SAMPLERS,
-    PositionCollator,
-    check_meaning,
-    cream,
-    pose,
-)
+from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check_meaning, cream, pose
 from rope_extend.encodings import RopeShape, rotary_method
 from rope_extend.loss import next_token_loss
 from rope_extend.models.rotary import ExtendedRotaryEmbedding

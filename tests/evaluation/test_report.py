@@ -16,12 +16,7 @@ import pytest
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
-from rope_extend.evaluation.report_files import (
-    card_results,
-    csv_table,
-    read_results,
-    write_report,
-)
+from rope_extend.evaluation.report_files import card_results, csv_table, read_results, write_report
 from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.plots.curves import plot_perplexity
 from rope_extend.plots.style import Canvas

@@ -13,14 +13,7 @@ from transformers import AutoTokenizer
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
-from rope_extend.evaluation.tasks import (
-    TASKS,
-    ManyShot,
-    MultiKey,
-    Passkey,
-    VariableTracking,
-    make_tasks,
-)
+from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, VariableTracking, make_tasks
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
 WITH_BOS = copy.deepcopy(PLAIN)

@@ -24,13 +24,7 @@ from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.running import Found
-from rope_extend.evaluation.statistics import (
-    Difference,
-    mean_interval,
-    paired,
-    paired_rates,
-    share_interval,
-)
+from rope_extend.evaluation.statistics import Difference, mean_interval, paired, paired_rates, share_interval
 from rope_extend.evaluation.verdicts import _gain, verdicts
 from rope_extend.study import decision
 

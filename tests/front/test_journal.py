@@ -71,10 +71,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
         assert third.records == [{"n": 1}]
     directory = tmp_path / "run"
     with only_writer(directory, "run"):
-        with (
-            pytest.raises(RopeExtendError, match="another run"),
-            only_writer(directory, "run"),
-        ):
+        with pytest.raises(RopeExtendError, match="another run"), only_writer(directory, "run"):
             pass
         (directory / "log").touch()
     with only_writer(directory, "run"):

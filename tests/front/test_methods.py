@@ -109,8 +109,7 @@ def test_the_formula_of_a_rotary_method_is_that_of_the_code(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in encoding_names(RopeEncoding) if method_pictures.example(name).remaps],
+    "name", [name for name in encoding_names(RopeEncoding) if method_pictures.example(name).remaps]
 )
 def test_the_distances_of_a_method_are_those_of_the_code(name: str) -> None:
     found, encoding = functions(name), method_pictures.example(name)

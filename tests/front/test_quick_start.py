@@ -33,6 +33,7 @@ LIGHT = [
     ("evalute model", 2, "Did you mean 'evaluate'"),
     ("info", 2, "model"),
     ("info ./no/such/model", 2, "no such directory: './no/such/model'"),
+    ("merge ./no/such/adapter --output o", 2, "no such directory: './no/such/adapter'"),
     ("info model --trained-length banana", 2, "not a length in tokens: 'banana'"),
     ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),

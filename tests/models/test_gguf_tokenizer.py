@@ -153,10 +153,7 @@ def test_ends_of_texts_are_added_as_the_file_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "keys", "message"),
-    [
-        ("bert", {}, "kind 'bert'"),
-        ("gpt2", {"ggml.pre": "mystery"}, "pattern 'mystery'"),
-    ],
+    [("bert", {}, "kind 'bert'"), ("gpt2", {"ggml.pre": "mystery"}, "pattern 'mystery'")],
 )
 def test_a_tokenizer_of_another_kind_is_refused(
     kind: str, keys: dict[str, Any], message: str, tmp_path: Path

@@ -31,10 +31,7 @@ except SystemExit as error:
             GatedRepoError("", response=RESPONSE),
             r"is gated: accept its conditions at .*owner/name.*hf auth login",
         ),
-        (
-            RepositoryNotFoundError("", response=RESPONSE),
-            "no model of that name on the hub",
-        ),
+        (RepositoryNotFoundError("", response=RESPONSE), "no model of that name on the hub"),
         (ConnectionError(), r"cannot be asked .* \(ConnectionError\)\. Check the path, or the network"),
         (EntryNotFoundError(""), None),
     ],

@@ -116,11 +116,7 @@ def test_the_first_tokens_of_longrope_keep_their_angles() -> None:
     """Of equal lists, which one table serves; `tests/attention/test_attention.py` has those of two tables."""
     factors = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0]
     encoding = rx.encoding(
-        "longrope",
-        factor=FACTOR,
-        long_factor=factors,
-        short_factor=factors,
-        start_tokens=50,
+        "longrope", factor=FACTOR, long_factor=factors, short_factor=factors, start_tokens=50
     )
     assert not encoding.depends_on_length
     assert isinstance(encoding, RopeEncoding)

@@ -24,11 +24,7 @@ from cases import FACTOR, TARGET, TRAINED, FamilyCase, tiny_config, tiny_model
 from covering import few
 from safetensors import safe_open
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import rope_extend as rx
 from rope_extend.models.rotary import ExtendedRotaryEmbedding

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from runs import Action, AtStep, settings
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from rope_extend.training.finetune import Recipe
 from rope_extend.training.metrics import read_metrics

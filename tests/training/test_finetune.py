@@ -18,12 +18,7 @@ from peft import get_peft_model
 from runs import TARGET, assert_same, metrics, tokenizer_of, weights
 from safetensors.torch import load_file
 from tolerances import assert_same_but_rounding
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch

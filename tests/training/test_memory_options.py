@@ -19,12 +19,7 @@ from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.budget import expand_segments
 from rope_extend.training import memory_options as options_module
-from rope_extend.training.memory_options import (
-    HostOffload,
-    MemoryOptions,
-    apply_memory_options,
-    tileable,
-)
+from rope_extend.training.memory_options import HostOffload, MemoryOptions, apply_memory_options, tileable
 
 COMBINATIONS = [
     MemoryOptions(checkpointing, tiles, offload)

@@ -19,9 +19,7 @@ import pytest
 import torch
 from covering import few
 from runs import AtStep, assert_same, files_below, metrics, weights
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
