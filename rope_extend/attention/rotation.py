@@ -469,8 +469,8 @@ def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], adapter: FamilyAdapte
         return rotate(wide, cos, sin, pairs=adapter.pairs, rotated=adapter.rotated).to(states.dtype)
     # Each token turns all keys: in parts that stay in the cache of a CPU, a third of the time of `rotate`.
     result = torch.empty_like(states, dtype=cos.dtype)
-    size = max(1, PART // (states.shape[1] * 2 * half)) if states.device.type == "cpu" else n
-    for at in range(0, n, max(size, 1)):
+    size = PART // (states.shape[1] * 2 * half) if states.device.type == "cpu" else n
+    for at in range(0, n, max(1, size)):
         part = slice(at, at + size)
         given, turn, shift, out = (each[:, :, part] for each in (states, cos, sin, result))
         given = given.to(cos.dtype)

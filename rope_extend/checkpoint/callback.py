@@ -19,8 +19,8 @@ from rope_extend.journal import differences
 from rope_extend.models.parameters import (
     LEARNED_FILE,
     current_learned,
-    learned_parameters,
     read_learned,
+    train_learned,
     write_learned,
 )
 from rope_extend.models.view import unwrap
@@ -44,11 +44,9 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         self.base_model = base_model
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Train what the encoding learns, in float32: peft has frozen all but the adapter."""
+        """Train what the encoding learns together with an adapter, before `Trainer` makes its optimizer."""
         if is_peft_model(model):
-            for parameter in learned_parameters(model).values():
-                parameter.requires_grad_(True)
-                parameter.data = parameter.data.float()
+            train_learned(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Refuse a model without a patch now, not at its first checkpoint, and wrap `save_pretrained`.

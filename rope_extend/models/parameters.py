@@ -93,6 +93,13 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {} if learned is None else dict(learned.named_parameters())
 
 
+def train_learned(model: nn.Module) -> None:
+    """Train the learned parameters of the active encoding, in float32: peft freezes all but its adapter."""
+    for parameter in learned_parameters(model).values():
+        parameter.requires_grad_(True)
+        parameter.data = parameter.data.float()
+
+
 def write_learned(directory: Path, model: nn.Module) -> None:
     """Write the learned parameters of the active encoding, if any, to `encoding.safetensors`.
 

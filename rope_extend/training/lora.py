@@ -14,7 +14,7 @@ from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
-from rope_extend.models.parameters import learned_parameters
+from rope_extend.models.parameters import train_learned
 from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
@@ -93,8 +93,7 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> PeftM
         RopeExtendError: as `lora_config`.
     """
     adapter = get_peft_model(model, lora_config(model, recipe, reach))
-    for parameter in learned_parameters(model).values():  # peft froze everything but the adapter
-        parameter.requires_grad_(True)
+    train_learned(model)
     for parameter in adapter.parameters():
         if parameter.requires_grad:  # the 8 bits of bfloat16 would lose steps of 1e-4
             parameter.data = parameter.data.float()

@@ -138,12 +138,8 @@ def test_the_label_of_a_word_follows_from_its_examples() -> None:
     assert shown[600] < shown[2400]
     assert 0 < answered[600] < answered[2400] < 30
     task = ManyShot()
-    assert [task.score(said, ["river"]) for said in (" river", "river\n", "rivers", "a river")] == [
-        1,
-        1,
-        0,
-        0,
-    ]
+    scores = [task.score(said, ["river"]) for said in (" river", "river\n", "rivers", "a river")]
+    assert scores == [1, 1, 0, 0]
     assert [task.finished(said, ["river"]) for said in (" riv", "river", "river\n")] == [False, False, True]
 
 
