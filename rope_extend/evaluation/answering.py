@@ -31,6 +31,7 @@ from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import AS_IS, ModelConfig
 from rope_extend.evaluation.loss_computer import LossComputer, evaluation_mode, peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
+from rope_extend.loss import output_head
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error
@@ -173,6 +174,8 @@ def _responses(
         for prompt in batch
     ]
     try:
+        if task.in_place:
+            return [_in_place(model, tokenizer, *each) for each in zip(batch, rows, strict=True)]
         return generate(
             model, tokenizer, rows, task.new_tokens,
             finished=lambda number, text: task.finished(text, batch[number].answers),
@@ -197,6 +200,31 @@ def _responses(
         *_responses(model, tokenizer, task, batch[:half], crop),
         *_responses(model, tokenizer, task, batch[half:], crop),
     ]
+
+
+def _in_place(model: nn.Module, tokenizer: Any, prompt: Prompt, row: Sequence[int]) -> str:
+    """The most likely tokens in place of each answer at the end of a prompt, one answer in a line.
+
+    An answer that is one word would be generated if and only if all its tokens are the most likely ones.
+
+    Args:
+        row: the token ids that the model sees.
+    """
+
+    def tokens(text: str) -> int:
+        return len(encode(tokenizer, text, prompt.chat))
+
+    text, spots = prompt.text, []
+    for answer in reversed(prompt.answers):
+        before = text[: text.rindex(f" {answer}")]
+        spots.append((tokens(before) - prompt.tokens, tokens(f"{before} {answer}") - prompt.tokens))
+        text = before
+    computer = LossComputer(model, input_device(model))
+    states = torch.cat([*computer.hidden(torch.tensor([row], device=computer.device))], dim=1)
+    # The state at t predicts the token at t + 1.
+    head = output_head(model)
+    found = [head(states[:, start - 1 : stop - 1])[0].argmax(-1) for start, stop in reversed(spots)]
+    return "\n".join(" ".join(tokenizer.decode(ids).split()) for ids in found)
 
 
 def answer(

@@ -63,13 +63,12 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
     first = results[0]
     nll = {length: [result.document_nll[length][0] for result in results] for length in first.ppl}
     terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}
-    means, scored = _by_position(results)
     return replace(
         first,
         ppl={length: statistics.ppl(sum(nll[length]) / sum(terms[length])) for length in first.ppl},
         tokens={length: sum(result.tokens[length] for result in results) for length in first.ppl},
-        nll_by_position=means,
-        scored_by_position=scored,
+        block_nll=np.concatenate([result.block_nll for result in results]),
+        block_terms=np.concatenate([result.block_terms for result in results]),
         documents=len(results),
         data=joined_fingerprint(result.data for result in results),
         forward_tokens=sum(result.forward_tokens for result in results),
@@ -78,21 +77,6 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         document_nll=nll,
         document_terms=terms,
     )
-
-
-def _by_position(results: Sequence[PerplexityResult]) -> tuple[Any, Any]:
-    """The mean loss at each position, and how many losses it has; None if it has one of each document."""
-    size = max(len(result.nll_by_position) for result in results)
-    sums, scored = np.zeros(size), np.zeros(size, dtype=np.int64)
-    for result in results:
-        means = result.nll_by_position
-        counts = np.ones(len(means), dtype=np.int64)
-        if result.scored_by_position is not None:
-            counts = result.scored_by_position
-        sums[: len(means)] += np.where(counts > 0, means * counts, 0)
-        scored[: len(means)] += counts
-    means = np.divide(sums, scored, out=np.full(size, np.nan), where=scored > 0)
-    return means, None if results[0].scored_by_position is None else scored
 
 
 def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:

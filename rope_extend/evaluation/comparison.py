@@ -188,9 +188,11 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
 
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare each row with the untrained model whose context is cropped, beyond the trained window.
+    """Compare each row with the untrained model whose context is cropped, on the targets beyond the window.
 
-    Empty if that control was not measured. Rows on other texts or of other protocols are left out.
+    At a length N these are the targets from the trained window to N, in the pass over the longest length.
+    Within the window both models read the same, so its targets would only hide the difference. Empty if that
+    control was not measured. Rows on other texts or of other protocols are left out.
     """
     controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
     if not controls or controls[0].trained_length is None:
@@ -198,10 +200,15 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     base, trained = controls[0], controls[0].trained_length
     compared = []
     for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
-        lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
-        if changes := differences(base.result, row.result, lengths):
-            compared.append(Comparison(base, row, changes))
+        if row.result.block_terms.size and row.result.max_length == base.result.max_length:
+            lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
+            compared.append(Comparison(base, row, [_beyond(base, row, trained, n) for n in lengths]))
     return compared
+
+
+def _beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
+    (first, terms), (second, _) = (each.result.between(start, length) for each in (base, row))
+    return paired(length, first.tolist(), second.tolist(), terms.tolist())
 
 
 def _same_targets(row: EvaluationRow, base: EvaluationRow) -> bool:

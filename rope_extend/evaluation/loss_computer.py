@@ -158,7 +158,7 @@ class LossComputer:
         """Losses `[B, end − first]` of the targets at `first … end−1` of windows `[B, T]`."""
         losses = []
         start = 0
-        for hidden in self._hidden(inputs):
+        for hidden in self.hidden(inputs):
             # The state at t predicts the token at t + 1.
             low, high = max(start, first - 1), min(start + hidden.shape[1], end - 1)
             if low < high:
@@ -174,7 +174,7 @@ class LossComputer:
             start += hidden.shape[1]
         return torch.cat(losses, dim=1)
 
-    def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+    def hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, `[B, t, D]` for each chunk."""
         for module, name in self._longest_so_far:
             setattr(module, name, 0)

@@ -35,7 +35,7 @@ from rope_extend.evaluation.protocols import (
     protocol_named,
     window_lengths,
 )
-from rope_extend.evaluation.results import Losses, PerplexityResult
+from rope_extend.evaluation.results import Counts, Floats, Losses, PerplexityResult, block_size
 from rope_extend.loss import causal_lm
 from rope_extend.models.view import length_groups
 from rope_extend.progress import progress_bar
@@ -130,12 +130,12 @@ def perplexity(
         seconds, peak = time.perf_counter() - started, peak_memory_bytes(device)
 
     longest = tallies[-1] if not rule.nested else max(tallies, key=lambda tally: tally.lengths[-1])
-    nll_by_position = longest.means()
     by_length = {length: tally for tally in tallies for length in tally.lengths}
     return PerplexityResult(
         ppl={length: by_length[length].ppl(length) for length in sizes},
         tokens={length: by_length[length].tokens[length] for length in sizes},
-        nll_by_position=nll_by_position,
+        block_nll=np.stack(longest.block_nll),
+        block_terms=np.stack(longest.block_terms),
         protocol=protocol,
         window=tokens.get("window"),
         documents=len(texts),
@@ -147,7 +147,6 @@ def perplexity(
         peak_memory_bytes=peak,
         stride=tokens.get("stride"),
         last=tokens.get("last"),
-        scored_by_position=None if rule.nested else longest.scored,
         document_nll={length: by_length[length].nll[length] for length in sizes},
         document_terms={length: by_length[length].terms[length] for length in sizes},
         losses=kept if save_losses else None,
@@ -178,7 +177,8 @@ class _Tally:
 
     def __init__(self, rule: Protocol, lengths: Sequence[int]) -> None:
         self.rule, self.lengths = rule, lengths
-        self.sums, self.scored = np.zeros(0), np.zeros(0, dtype=np.int64)  # by position
+        self.block_nll: list[Floats] = []
+        self.block_terms: list[Counts] = []
         self.tokens = dict.fromkeys(lengths, 0)
         self.nll: dict[int, list[float]] = {length: [] for length in lengths}
         self.terms: dict[int, list[int]] = {length: [] for length in lengths}
@@ -190,12 +190,12 @@ class _Tally:
         positions = np.concatenate(
             [np.arange(w.first - start, w.end - start) for w, start in zip(windows, starts, strict=True)]
         )
-        sums = np.bincount(positions - 1, values)
-        scored = np.bincount(positions - 1)
-        missing = max(0, len(sums) - len(self.sums))
-        self.sums, self.scored = np.pad(self.sums, (0, missing)), np.pad(self.scored, (0, missing))
-        self.sums[: len(sums)] += sums
-        self.scored[: len(scored)] += scored
+        if (bad := positions[~np.isfinite(values)]).size:
+            logger.warning("the loss is not a finite number from position %d on", bad[0])
+        block = block_size(self.lengths[-1])
+        count = -(-(self.lengths[-1] + self.rule.extra_tokens) // block)
+        self.block_nll.append(np.bincount(positions // block, values, count).round(5))  # small files
+        self.block_terms.append(np.bincount(positions // block, minlength=count))
         for length in self.lengths:
             selected = values[positions < length] if self.rule.nested else values
             self.tokens[length] += len(selected)
@@ -204,16 +204,6 @@ class _Tally:
                 selected = np.array([part.mean() for part in np.split(selected, ends)])
             self.nll[length].append(float(selected.sum()))
             self.terms[length].append(len(selected))
-
-    def means(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Mean loss by position, float64; NaN if nothing was scored there."""
-        means = np.divide(
-            self.sums, self.scored, out=np.full(len(self.scored), np.nan), where=self.scored > 0
-        )
-        bad = np.flatnonzero(~np.isfinite(means) & (self.scored > 0))
-        if bad.size:
-            logger.warning("the loss is not a finite number from position %d on", bad[0] + 1)
-        return means
 
     def ppl(self, length: int) -> float:
         """Perplexity at a length."""

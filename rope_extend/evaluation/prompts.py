@@ -155,13 +155,21 @@ class Task(ABC):
     name: ClassVar[str]
     has_depth: ClassVar[bool] = True
     """Whether the prompt has a needle at a depth."""
+    in_place: ClassVar[bool] = False
+    """Whether the prompt ends with lines whose last words are the answers; nothing is generated then."""
 
     @abstractmethod
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """Draw a prompt with the needle at `depth`, for a length of about `tokens`."""
 
     def score(self, response: str, answers: Sequence[str]) -> float:
-        """Share of the answers that the response contains, ignoring case: RULER's score."""
+        """Share of the answers that the response contains, ignoring case: RULER's score.
+
+        If the answers are in place, the share of lines of the response that are the answer.
+        """
+        if self.in_place:
+            lines = zip(response.split("\n"), answers, strict=True)
+            return sum(line == answer for line, answer in lines) / len(answers)
         text = response.lower()
         return sum(answer.lower() in text for answer in answers) / len(answers)
 

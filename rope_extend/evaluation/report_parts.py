@@ -57,8 +57,12 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
         for gain in gains:
             by_length = {change.length: change for change in gain.differences}
             lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths)])
-        heading = f"Perplexity divided by that of {gains[0].first.label}, on the same targets"
-        note = "Below 1, the longer context helps. In brackets, the 95 % interval over documents."
+        window = format_length(gains[0].first.trained_length or 0)
+        heading = f"Perplexity beyond {window}, divided by that of {gains[0].first.label}"
+        note = (
+            f"On the targets from {window} to each length, in the pass over the longest one. Below 1, the "
+            "longer context helps. In brackets, the 95 % interval over documents."
+        )
         parts.append(Section(heading, lines, [note]))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label

@@ -16,7 +16,13 @@ from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def block_size(length: int) -> int:
+    """Positions of a block of losses in a pass over `length` tokens."""
+    return 1 << max(0, (length - 1).bit_length() - 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +34,10 @@ class PerplexityResult:
             `prefix` scores the targets at positions 1 … N−1 of each document, because position 0 has no
             context. Protocols that average windows give exp(mean of their mean losses).
         tokens: number of scored tokens by length, (N − 1) × `documents` for `prefix`.
-        nll_by_position: float64 `[max_length − 1]`, nats; entry p is the mean loss of the target at position
-            p + 1, from the pass over the longest length. Positions count from the start of the document for
-            `prefix` and `cropped`, else from the start of the window. NaN if nothing was scored.
+        block_nll: float64 `[documents, blocks]`, the sum of each document's losses in nats in blocks of
+            `block` positions, from the pass over the longest length, to five decimals. Positions count from
+            the start of the document for `prefix` and `cropped`, else of the window. Empty if unknown.
+        block_terms: int64, the number of losses in each of these sums.
         protocol: its name, as in `rope_extend.evaluation.protocols`.
         window: tokens of context, if the context was cropped; else None.
         documents: number of documents that were long enough. All of them were scored in full.
@@ -41,8 +48,6 @@ class PerplexityResult:
         seconds: wall time of all documents.
         peak_memory_bytes: peak allocation on CUDA; elsewhere the peak resident size of the process so far.
         stride, last: settings of the protocol in tokens, if it has them.
-        scored_by_position: int64, the number of losses in each entry of `nll_by_position`; None if each entry
-            has one loss of every document.
         document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
             windows, for protocols that average windows). Intervals and paired comparisons need it.
         document_terms: number of losses (or windows) in each of these sums.
@@ -52,7 +57,8 @@ class PerplexityResult:
 
     ppl: dict[int, float] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    nll_by_position: Floats = field(default_factory=lambda: np.zeros(0))
+    block_nll: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    block_terms: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     protocol: str = "prefix"
     window: int | None = None
     documents: int = 0
@@ -64,7 +70,6 @@ class PerplexityResult:
     peak_memory_bytes: int = 0
     stride: int | None = None
     last: int | None = None
-    scored_by_position: np.ndarray[Any, np.dtype[np.int64]] | None = None
     document_nll: dict[int, list[float]] = field(default_factory=dict)
     document_terms: dict[int, list[int]] = field(default_factory=dict)
     losses: dict[int, list[Losses]] | None = None
@@ -80,6 +85,19 @@ class PerplexityResult:
     def max_length(self) -> int:
         """The longest length, in tokens."""
         return max(self.ppl)
+
+    @property
+    def block(self) -> int:
+        """Positions of a block: a power of two that gives at most 256 blocks."""
+        return block_size(self.max_length)
+
+    def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
+        """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
+
+        They are from the pass over the longest length. Both ends are rounded up to whole blocks.
+        """
+        part = slice(-(-start // self.block), -(-stop // self.block))
+        return self.block_nll[:, part].sum(1), self.block_terms[:, part].sum(1)
 
     @property
     def cropped(self) -> bool:
@@ -108,10 +126,10 @@ class PerplexityResult:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
         made = cls(**_fields(cls, values))
         protocol_named(made.protocol)
-        positions = made.nll_by_position if made.scored_by_position is None else made.scored_by_position
         _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
         _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
-        _consistent(len(positions) == len(made.nll_by_position))
+        _consistent(made.block_nll.shape == made.block_terms.shape)
+        _consistent(len(made.block_nll) in (0, made.documents))
         for length, counts in made.document_terms.items():
             _consistent(
                 length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0
@@ -316,9 +334,11 @@ def _value(kind: Any, value: Any) -> Any:
     if origin is np.ndarray:
         dtype = np.dtype(get_args(inner[1])[0])
         kinds = {float, int, type(None)} if dtype.kind == "f" else {int}
-        _require(isinstance(value, list) and {*map(type, value)} <= kinds, "a list of numbers", value)
-        made = np.array(value, dtype)  # None becomes NaN
-        _require(dtype.kind == "f" or bool((made >= 0).all()), "a list of numbers from 0", value)
+        rows = value if isinstance(value, list) else [None]
+        numbers = all(isinstance(row, list) and {*map(type, row)} <= kinds for row in rows)
+        _require(numbers, "a list of lists of numbers", value)
+        made = np.array(value, dtype).reshape(len(rows), -1 if rows else 0)  # None becomes NaN
+        _require(dtype.kind == "f" or bool((made >= 0).all()), "a list of lists of numbers from 0", value)
         return made
     if origin in (list, tuple):
         _require(isinstance(value, list | tuple), "a list", value)

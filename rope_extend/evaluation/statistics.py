@@ -125,9 +125,11 @@ class Rate:
 
     @classmethod
     def of(cls, scores: Sequence[float]) -> Self:
-        """From the scores of trials, at least one."""
+        """From the scores of trials, at least one. Some between 0 and 1 show how much trials differ."""
         mean = sum(scores) / len(scores)
-        return cls(len(scores), mean, *share_interval(mean, len(scores)))
+        if len({*scores} - {0, 1}) < 2 or (ends := mean_interval(scores, [1] * len(scores))) is None:
+            ends = share_interval(mean, len(scores))
+        return cls(len(scores), mean, max(0.0, ends[0]), min(1.0, ends[1]))
 
     def __str__(self) -> str:
         return f"{self.mean:.0%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
@@ -170,7 +172,7 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
     """Compare the scores, 0 … 1, of two measurements on the same prompts, prompt by prompt.
 
     The interval is Newcombe's for paired proportions (1998, Statistics in Medicine 17, 2635, method 10). It
-    combines the intervals of the two shares by their correlation; here the exact ones.
+    combines the intervals of the two shares by their correlation; here those of `Rate`.
     """
     if not len(first) == len(second) > 0:
         raise RopeExtendError(

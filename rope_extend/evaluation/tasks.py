@@ -38,23 +38,8 @@ LONG_SENTENCE = 120
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[。！？]|\n+")
 
 
-class FirstWord(Task):
-    """A task in which the first word of the response is the answer; a part of it scores 0."""
-
-    word: ClassVar[str] = r"\w+"
-
-    def score(self, response: str, answers: Sequence[str]) -> float:
-        """1 if the first word in the response is the answer, else 0."""
-        word = re.search(self.word, response)
-        return float(word is not None and word[0] == answers[0])
-
-    def finished(self, response: str, answers: Sequence[str]) -> bool:
-        """Whether the first word is complete."""
-        return re.search(rf"{self.word}(?!{self.word}).", response, re.DOTALL) is not None
-
-
 @dataclass(frozen=True)
-class Passkey(FirstWord):
+class Passkey(Task):
     """One number in repeated filler, and a question for it at the end: 2305.16300 and 2306.15595.
 
     The first number in the response counts.
@@ -67,7 +52,6 @@ class Passkey(FirstWord):
     template: str = "published"
 
     name: ClassVar[str] = "passkey"
-    word: ClassVar[str] = r"\d+"
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The prompt of figure 3 in 2306.15595, or a page of code-like lines."""
@@ -90,6 +74,15 @@ class Passkey(FirstWord):
             " The pass key is",
             (key,),
         )
+
+    def score(self, response: str, answers: Sequence[str]) -> float:
+        """1 if the first number in the response is the key, else 0; a part of it scores 0."""
+        number = re.search(r"\d+", response)
+        return float(number is not None and number[0] == answers[0])
+
+    def finished(self, response: str, answers: Sequence[str]) -> bool:
+        """Whether the first number is complete."""
+        return re.search(r"\d\D", response) is not None
 
 
 @dataclass(frozen=True)
@@ -182,37 +175,40 @@ class VariableTracking(Task):
 
 
 @dataclass(frozen=True)
-class ManyShot(FirstWord):
+class ManyShot(Task):
     """Examples that fill the prompt: two invented words and a label, which only the first word decides.
 
     The rule is to be found in the examples, as in many-shot learning (2404.11018). The more of them a model
     reads, the more first words it knows: a perfect one answers as often as an example has the first word.
+    The last lines are the questions, so that one forward answers all of them.
 
     Attributes:
         words: number of first words, each with a label of its own; examples draw from them at random.
+        questions: number of lines whose labels are the answers.
     """
 
-    new_tokens: int = 8
+    new_tokens: int = 0
     words: int = 1000
+    questions: int = 32
 
     name: ClassVar[str] = "many_shot"
     has_depth: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """Examples in lines, and two words without their label; the second is new in most lines."""
+        """Examples in lines, and the lines that are questions; the second word is new in most lines."""
         firsts: dict[str, str] = {}
         while len(firsts) < self.words:
             firsts[_invented(rng)] = rng.choice(_NOUNS)
-        names = list(firsts)
-        asked = rng.choice(names)
-        shots = ((rng.choice(names), _invented(rng)) for _ in range(tokens // 4 + 16))
-        examples = "".join(f"{first} {second}: {firsts[first]}\n" for first, second in shots)
+        names = rng.choices(list(firsts), k=tokens // 4 + 16 + self.questions)
+        lines = [f"{first} {_invented(rng)}: {firsts[first]}\n" for first in names]
+        examples, asked = "".join(lines[self.questions :]), "".join(lines[: self.questions])
         return Draft(
             "Each line has two invented words and their label.\n",
             lambda size: examples[:size],
             "",
-            f"\n{asked} {_invented(rng)}:",
-            (firsts[asked],),
+            f"\n{asked}"[:-1],
+            tuple(firsts[first] for first in names[: self.questions]),
         )
 
 

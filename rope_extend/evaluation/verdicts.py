@@ -27,7 +27,7 @@ class Verdict:
 
     Attributes:
         label: the row.
-        ratio: its perplexity at the longest length, divided by that of the cropped context.
+        ratio: its perplexity from the trained window to the longest length, divided by that of the control.
         gain: that in words.
         found: passkeys, or other tasks, at the longest length.
         cost: perplexity within the trained window.
@@ -90,7 +90,7 @@ def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str]
 def _gain(comparison: Comparison) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below."""
     control, change = comparison.first, comparison.longest
-    at = f"at {format_length(change.length)}"
+    at = f"from {format_length(control.trained_length or 0)} to {format_length(change.length)}"
     if not math.isfinite(control.result.ppl[change.length]):
         return f"{at}, {control.label} has no finite perplexity", None
     if not math.isfinite(change.ratio):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,10 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """
     canvas = Canvas(path, "Loss by position", room=16)
     axes = canvas.axes
-    longest = max((len(row.result.nll_by_position) + 1 for row in rows), default=1)
-    first = max(1, longest // 256)
+    longest = max(row.result.max_length for row in rows)
+    first = max(row.result.block for row in rows)
     for row, style in line_styles(rows):
-        positions, means = loss_by_group(row.result.nll_by_position, first)
-        draw_line(axes, positions, means, **{**style, "marker": ""})
+        draw_line(axes, *loss_by_group(row.result), **{**style, "marker": ""})
     axes.set_ylabel("loss, nats per token", color=INK)
     in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
     powers = [2**n for n in range(longest.bit_length()) if 2**n >= first]
@@ -61,16 +59,16 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     return canvas.save()
 
 
-def loss_by_group(losses: Floats, first: int) -> tuple[Floats, Floats]:
-    """The middle of each group of positions and its mean loss, from `first` on, four groups to a doubling.
+def loss_by_group(result: Any) -> tuple[Floats, Floats]:
+    """The middle of each group of positions and its mean loss in nats, four groups to a doubling.
 
-    Args:
-        losses: `[length - 1]` nats; entry p is the loss of the target at position p + 1. NaN: not scored.
-        first: the first position.
+    Groups are of whole blocks. The first block is left out: there is little context. NaN: nothing was scored.
     """
-    last = len(losses) + 1
-    edges = first * 2 ** np.arange(0, np.log2(max(last / first, 1)) + 0.25, 0.25)
-    groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
-    scored = [group[~np.isnan(group)] for start, stop in groups for group in [losses[start - 1 : stop - 1]]]
-    means = np.array([group.mean() if group.size else np.nan for group in scored])
-    return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means
+    count = result.block_nll.shape[1]
+    edges = np.unique((2 ** np.arange(0, np.log2(max(count, 1)), 0.25)).round().astype(np.int64))
+    if count < 2:
+        return np.zeros(0), np.zeros(0)
+    sums, terms = (np.add.reduceat(each.sum(0), edges) for each in (result.block_nll, result.block_terms))
+    ends = np.append(edges[1:], count)
+    means = np.divide(sums, terms, out=np.full(len(sums), np.nan), where=terms > 0)
+    return np.sqrt(edges * ends) * result.block, means

@@ -234,7 +234,7 @@ def test_if_memory_runs_out_the_document_is_repeated_in_smaller_chunks(
     assert small.sizes == [96, 48] + [24] * 12
     assert caplog.text.count("retrying in chunks of") == 2
     assert "'text0': retrying in chunks of 24 tokens" in caplog.text
-    np.testing.assert_allclose(result.nll_by_position, whole.nll_by_position, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result.block_nll, whole.block_nll, rtol=1e-5, atol=1e-5)
     assert result.forward_tokens == whole.forward_tokens
 
 

@@ -104,8 +104,8 @@ def test_other_protocols_are_merged_from_their_documents(work: Path) -> None:
         expected = rx.perplexity(plain, one.documents, [16, 64], protocol="sliding", stride=8, progress=False)
     found = rows[0].result
     assert (found.ppl, found.tokens, found.documents) == (expected.ppl, expected.tokens, 2)
-    np.testing.assert_allclose(found.nll_by_position, expected.nll_by_position, rtol=1e-14)
-    np.testing.assert_array_equal(found.scored_by_position, expected.scored_by_position)
+    np.testing.assert_allclose(found.block_nll, expected.block_nll, rtol=1e-14)
+    np.testing.assert_array_equal(found.block_terms, expected.block_terms)
 
 
 def test_rows_advance_together(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:
@@ -243,7 +243,7 @@ def test_a_disk_that_is_full_under_the_report_is_one_clear_error(
         lambda line: line.update(model=1),
         lambda line: line.update(encoding={}),
         lambda line: line.pop("result"),
-        lambda line: line["result"].update(nll_by_position="AAAA"),
+        lambda line: line["result"].update(block_nll="AAAA"),
         lambda line: line["result"].update(document_nll={"128": []}),
     ],
 )
@@ -362,6 +362,7 @@ def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
     lengths = {n: [sums * n] for n in one.ppl}
     terms = {n: [n - 1] for n in one.ppl}
     tokens = {n: n - 1 for n in one.ppl}
+    one = replace(one, block_nll=one.block_nll[:1], block_terms=one.block_terms[:1])
     return replace(one, documents=1, document_nll=lengths, document_terms=terms, tokens=tokens, data=data)
 
 

@@ -93,11 +93,29 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
         assert result.ppl[length] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
         assert result.tokens[length] == len(losses) == 3 * (length - 1)
     by_position = torch.stack([naive_losses(model, document.input_ids[:64]) for document in documents])
-    np.testing.assert_allclose(result.nll_by_position, by_position.mean(0), rtol=1e-5)
-    assert result.nll_by_position.dtype == np.float64
+    np.testing.assert_allclose(result.block_nll[:, 1:], by_position, rtol=1e-5)
+    assert result.block == 1
+    assert not result.block_nll[:, 0].any()  # nothing predicts the first token
+    assert result.block_terms.tolist() == [[0] + 63 * [1]] * 3
     assert result.forward_tokens == 3 * 64
     assert result.passes == 1
     assert result.forward_tokens / result.tokens[64] == pytest.approx(64 / 63)
+
+
+def test_losses_of_long_texts_are_kept_in_blocks() -> None:
+    """At most 256; with several documents and passes, those of the longest."""
+    model, documents = tiny(), texts(1100, 1100)
+    with rx.extend(model, 1100, method="dynamic_ntk"):
+        result = measure(model, documents, [64, 1100])
+        losses = torch.stack([naive_losses(model, document.input_ids) for document in documents]).double()
+    assert (result.block, result.block_nll.shape) == (8, (2, 138))
+    padded = torch.nn.functional.pad(losses, (1, 4)).reshape(2, 138, 8).sum(-1)
+    np.testing.assert_allclose(result.block_nll, padded, rtol=1e-5)
+    assert result.block_terms.tolist() == [[7] + 136 * [8] + [4]] * 2
+    sums, terms = result.between(64, 1000)
+    np.testing.assert_allclose(sums, losses[:, 63:999].sum(1), rtol=1e-5)
+    assert terms.tolist() == [936, 936]
+    assert result.between(61, 1097)[1].tolist() == [1036, 1036]  # up to whole blocks
 
 
 def test_every_length_is_measured_on_the_same_documents() -> None:
@@ -128,7 +146,7 @@ def test_encodings_that_depend_on_length_get_a_pass_for_each_table(stock: bool, 
     for length in lengths:
         assert result.ppl[length] == pytest.approx(expected[length], rel=1e-5)
         assert result.ppl[length] == pytest.approx(truncated[length].ppl[length], rel=1e-6)
-    np.testing.assert_allclose(result.nll_by_position, truncated[128].nll_by_position)
+    np.testing.assert_allclose(result.block_nll, truncated[128].block_nll)
     assert result.ppl[32] == pytest.approx(plain.ppl[32], rel=1e-6)
     assert result.ppl[128] != pytest.approx(plain.ppl[128], rel=1e-3)
 
@@ -144,7 +162,7 @@ def test_cropped_scores_each_target_once_in_its_first_window(window: int, length
         assert target == 1 or start == 0 or window // 2 <= target - start < window  # its context
         seen = document.input_ids[start : target + 1]
         expected = naive_losses(model, seen)[-1].item()
-        assert result.nll_by_position[target - 1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert result.block_nll[0, target] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert (result.protocol, result.window) == ("cropped", window)
 
 
@@ -161,7 +179,7 @@ def test_every_cropped_window_begins_with_bos_if_the_document_does(begins: bool)
         window[0] = 5 if begins else window[0]
         expected.append(naive_losses(model, window)[7 if start else 0 :])
     result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=16)
-    np.testing.assert_allclose(result.nll_by_position, torch.cat(expected), rtol=1e-5)
+    np.testing.assert_allclose(result.block_nll[0, 1:], torch.cat(expected), rtol=1e-5)
 
 
 def test_the_model_is_unchanged_afterwards() -> None:

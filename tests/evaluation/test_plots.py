@@ -84,7 +84,8 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
 
 def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
     bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
-    worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
+    worse = row("worse", "yarn", 1.0, block_nll=np.full((3, 256), math.nan))
+    worse = replace(worse, result=replace(worse.result, ppl={32: math.nan, 256: math.nan}))
     plots.plot_perplexity([bad, worse], tmp_path / "a.png")
     assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
     assert [*lines(drawn[0].axes)] == ["bad"]
@@ -92,7 +93,7 @@ def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
 
 
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
-    steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
+    steps = row("steps", "yarn", 1.0, block_nll=np.tile(np.where(np.arange(256) < 64, 2.0, 5.0), (3, 1)))
     plots.plot_loss_by_position([steps], tmp_path / "a.png")
     assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
     x, y = lines(drawn[0].axes)["steps"].get_data()

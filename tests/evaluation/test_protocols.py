@@ -90,7 +90,7 @@ def test_last_k_is_reropes() -> None:
         assert result.ppl[length] == pytest.approx(math.exp(loss / 3), **SAME)
         assert result.tokens[length] == 3 * k
     # Positions count from the start of the window: the targets are at its end.
-    assert np.flatnonzero(result.scored_by_position).tolist() == list(range(52 - k, 52))
+    assert np.flatnonzero(result.block_terms.sum(0)).tolist() == list(range(53 - k, 53))
 
 
 @pytest.mark.parametrize("length", [7, 15, 19, 58])
@@ -151,13 +151,10 @@ def test_several_lengths_equal_separate_measurements(name: str) -> None:
         alone = measure(model, documents, [length], protocol=name, chunk=5, **options)
         assert together.ppl[length] == pytest.approx(alone.ppl[length], rel=1e-5)
         assert together.tokens[length] == alone.tokens[length]
-    if not nested:  # prefix scores each position once in each document
-        assert int(together.scored_by_position.sum()) == together.tokens[33]
+    assert int(together.block_terms.sum()) == together.tokens[33]
     if PROTOCOLS[name].average == "token":  # the same losses, by position
-        counts = 1 if together.scored_by_position is None else together.scored_by_position
-        scored = np.isfinite(together.nll_by_position)
-        means = np.where(scored, together.nll_by_position, 0)
-        assert np.exp((means * counts).sum() / (scored * counts).sum()) == pytest.approx(together.ppl[33])
+        mean = together.block_nll.sum() / together.block_terms.sum()
+        assert np.exp(mean) == pytest.approx(together.ppl[33])
 
 
 def test_a_length_dependent_encoding_uses_the_table_of_each_window() -> None:

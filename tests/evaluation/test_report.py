@@ -32,13 +32,15 @@ LENGTHS = (32, 64, 128, 256)
 
 def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) -> PerplexityResult:
     nll = level + np.sin(np.arange(max(lengths) - 1.0)) / 7
+    blocks = np.tile([0.0, *nll], (3, 1))
     sums = {n: [float(nll[: n - 1].sum())] * 3 for n in lengths}
     values = {
         "document_nll": sums,
         "document_terms": {n: [n - 1] * 3 for n in lengths},
         "ppl": {n: math.exp(nll[: n - 1].mean()) for n in lengths},
         "tokens": {n: 3 * (n - 1) for n in lengths},
-        "nll_by_position": nll,
+        "block_nll": blocks,
+        "block_terms": (blocks > 0).astype(np.int64),
         "protocol": "prefix",
         "window": None,
         "documents": 3,
@@ -237,10 +239,11 @@ LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")
     "changes",
     [
         {"ppl": {"64": "12"}}, {"ppl": {}}, {"ppl": {"-5": 3.0}}, {"ppl": {"9" * 400: 3.0}}, {"tokens": {}},
-        {"tokens": dict.fromkeys(LENGTHS_OF_DAMAGE, 0)}, {"nll_by_position": [[1, 2], [3, 4]]},
+        {"tokens": dict.fromkeys(LENGTHS_OF_DAMAGE, 0)}, {"block_nll": [1, 2]},
         {"document_nll": {n: [1.0] for n in LENGTHS_OF_DAMAGE}}, {"document_nll": {"32": [1.0]}},
         {"document_terms": {n: [0] * 3 for n in LENGTHS_OF_DAMAGE}}, {"protocol": "zzz"}, {"window": "64"},
-        {"documents": 0}, {"seconds": "1"}, {"data": 5}, {"passes": True}, {"scored_by_position": [1]},
+        {"documents": 0}, {"seconds": "1"}, {"data": 5}, {"passes": True}, {"block_terms": [[1]]},
+        {"block_nll": [[1.0, "2"]] * 3, "block_terms": [[1, 1]] * 3}, {"block_nll": [[1.0], [1.0, 2.0]]},
         ("label", 5), ("label", None), ("label", "a"), ("trained_length", "64"), ("encoding", "yarn"),
         ("encoding", {}), ("result", []), ("retrieval", {"cells": 5}),
         ("retrieval", {"cells": [{"task": "a", "length": 3, "depth": None, "scores": [2]}],
@@ -270,7 +273,7 @@ def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
     huge = {n: [1e308] * 3 for n in LENGTHS}
     rows = [
         row("a", "yarn", 2.0, document_nll=huge, document_terms={n: [n - 1] * 3 for n in LENGTHS}),
-        row("b", "ntk", 2.0, nll_by_position=np.zeros(0)),
+        row("b", "ntk", 2.0, block_nll=np.zeros((0, 0)), block_terms=np.zeros((0, 0), np.int64)),
     ]
     write_report(rows, tmp_path)
     assert [each.label for each in read_results(tmp_path)] == ["a", "b"]

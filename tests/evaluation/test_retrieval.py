@@ -26,7 +26,7 @@ from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import Prompts, depths_from, encode, last_tokens, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.evaluation.tasks import Passkey
+from rope_extend.evaluation.tasks import ManyShot, Passkey
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
@@ -97,6 +97,28 @@ def test_an_oracle_solves_all_and_a_mute_model_nothing(task: Passkey) -> None:
         assert wrong.rate("passkey", length).mean == 0
         assert right.rate("passkey", length).trials == 6
     assert right.depths("passkey") == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize("crop", [None, 700])
+def test_answers_in_place_are_those_of_one_forward(crop: int | None) -> None:
+    """The oracle: the logits of stock transformers at the tokens that are in an answer's characters."""
+    model = tiny_llama(vocab_size=len(TOKENIZER))
+    torch.nn.init.normal_(model.lm_head.weight)
+    (prompt,) = make_prompts(ManyShot(questions=8), TOKENIZER, 900, Prompts(depths=(0.5,), trials=1))
+    encoded = TOKENIZER(prompt.text, return_offsets_mapping=True)
+    start = 0 if crop is None else len(encoded["input_ids"]) - crop
+    ids, spans = encoded["input_ids"][start:], encoded["offset_mapping"][start:]
+    with torch.no_grad():
+        likely = model.eval()(torch.tensor([ids])).logits[0].argmax(-1)
+    expected, end = [], len(prompt.text)
+    for each in reversed(prompt.answers):
+        begin = prompt.text.rindex(f" {each}", 0, end)
+        inside = [n for n, (low, high) in enumerate(spans) if low < end and high > begin]
+        expected.append(" ".join(TOKENIZER.decode(likely[[n - 1 for n in inside]]).split()))
+        end = prompt.text.rindex("\n", 0, begin)
+    trials, _ = answer_batch(model, TOKENIZER, ManyShot(questions=8), [prompt], crop)
+    assert trials[0]["response"].split("\n") == expected[::-1]
+    assert any(expected)
 
 
 def test_a_cropped_prompt_is_what_a_short_sighted_model_sees() -> None:

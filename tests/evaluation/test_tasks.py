@@ -123,24 +123,19 @@ def test_a_chain_of_variables_can_be_followed() -> None:
 
 def test_the_label_of_a_word_follows_from_its_examples() -> None:
     """Longer prompts show more words, and so more often an example of the one that is asked."""
-    shown, answered = {}, {}
-    for length in (600, 2400):
-        prompts = [make_prompt(ManyShot(words=100), PLAIN, length, trial=trial) for trial in range(30)]
-        known = []
-        for prompt in prompts:
-            examples = re.findall(r"^(\w+) \w+: (\w+)$", prompt.text, re.MULTILINE)[:-1]  # the last is cut
-            labels = dict(examples)
-            assert all(labels[first] == label for first, label in examples)
-            known.append(labels.get(re.search(r"(\w+) \w+:$", prompt.text)[1]))
-            shown[length] = shown.get(length, 0) + len(labels)
-            assert known[-1] in (None, *prompt.answers)
-        answered[length] = sum(label is not None for label in known)
-    assert shown[600] < shown[2400]
-    assert 0 < answered[600] < answered[2400] < 30
-    task = ManyShot()
-    scores = [task.score(said, ["river"]) for said in (" river", "river\n", "rivers", "a river")]
-    assert scores == [1, 1, 0, 0]
-    assert [task.finished(said, ["river"]) for said in (" riv", "river", "river\n")] == [False, False, True]
+    known, task = {}, ManyShot(words=100, questions=30)
+    for length in (1000, 2400):
+        prompt = make_prompt(task, PLAIN, length, chat="off")
+        lines = [line.split() for line in prompt.text.splitlines()[1:]]
+        examples, asked = [line for line in lines[:-30] if len(line) == 3], lines[-30:]
+        labels = {first: label for first, _, label in examples}
+        assert all(labels[first] == label for first, _, label in examples[:-1])  # the last is cut
+        assert [label for _, _, label in asked] == [*prompt.answers]
+        known[length] = [labels.get(first) for first, _, _ in asked]
+        wrong = [label for label, right in zip(known[length], prompt.answers, strict=True) if label != right]
+        assert {*wrong} <= {None, examples[-1][-1]}
+    assert 0 < sum(map(bool, known[1000])) < sum(map(bool, known[2400])) < 30
+    assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
 
 
 def test_answers_are_scored_as_in_the_papers() -> None:

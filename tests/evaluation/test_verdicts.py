@@ -24,7 +24,14 @@ from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.running import Found
-from rope_extend.evaluation.statistics import Difference, mean_interval, paired, paired_rates, share_interval
+from rope_extend.evaluation.statistics import (
+    Difference,
+    Rate,
+    mean_interval,
+    paired,
+    paired_rates,
+    share_interval,
+)
 from rope_extend.evaluation.verdicts import _gain, verdicts
 from rope_extend.study import decision
 
@@ -44,12 +51,14 @@ def measured(
     label: str, method: str, level: float, adapter: str | None = None, **changes: Any
 ) -> EvaluationRow:
     """A row with a mean loss of `level` nats in five documents, two easier and two harder."""
-    sums = {n: [(level + offset) * (n - 1) for offset in (-0.2, -0.1, 0.0, 0.1, 0.2)] for n in (32, 64)}
+    offsets = (-0.2, -0.1, 0.0, 0.1, 0.2)
+    sums = {n: [(level + offset) * (n - 1) for offset in offsets] for n in (32, 64)}
     terms = {n: [n - 1] * 5 for n in (32, 64)}
     ppl = {n: math.exp(level) for n in (32, 64)}
     found = row(
         label, method, level, adapter, lengths=(32, 64), ppl=ppl, document_nll=sums, document_terms=terms,
-        **changes,
+        documents=5, block_nll=np.outer(np.add(level, offsets), np.arange(64) > 0),
+        block_terms=np.tile(np.arange(64) > 0, (5, 1)).astype(np.int64), **changes,
     )  # fmt: skip
     return replace(found, trained_length=TRAINED)
 
@@ -84,7 +93,7 @@ def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     level = 2.9
     (verdict,) = verdicts(rows(level, retrieval({0.0: 1.0, 0.5: 0.9, 1.0: 0.8})))
     # Every loss is 0.1 nats less than that of plain RoPE and of the control.
-    assert verdict.gain == "at 64, 9.5 % better than cropping (9.5 to 9.5, 5 documents)"
+    assert verdict.gain == "from 32 to 64, 9.5 % better than cropping (9.5 to 9.5, 5 documents)"
     assert verdict.found == "passkey 90% (73–98), 80% at the worst depth"
     assert verdict.cost == "texts within 32 -9.5 % perplexity"
     assert verdict.success is False  # one depth is below 90 %
@@ -114,7 +123,7 @@ def test_what_is_not_finite_is_not_called_unmeasured() -> None:
     def broken(one: EvaluationRow) -> EvaluationRow:
         nothing = {n: [math.nan] * 5 for n in (32, 64)}
         ppl = dict.fromkeys((32, 64), math.nan)
-        return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing))
+        return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing, block_nll=np.full((5, 64), math.nan)))
 
     plain, control, tuned = rows(2.9, retrieval({0.5: 1.0}))
     (verdict,) = verdicts([plain, control, broken(tuned)])
@@ -310,6 +319,19 @@ def test_intervals_of_shares_cover_every_share(trials: int) -> None:
             chance for chance, (low, high) in zip(chances, ends, strict=True) if low <= share <= high
         )
         assert covered >= 0.95
+
+
+@pytest.mark.parametrize("trials", [6, 12, 24])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_intervals_of_scores_between_0_and_1_cover_their_mean(trials: int, share: float) -> None:
+    """Each trial asks 32 questions, and some trials are harder than others."""
+    random, covered = np.random.default_rng(1), []
+    for _ in range(300):
+        shares = random.beta(20 * share, 20 * (1 - share), trials)
+        rate = Rate.of((random.binomial(32, shares) / 32).tolist())
+        covered.append(rate.low <= share <= rate.high)
+    assert np.mean(covered) >= 0.93
+    assert rate.high - rate.low < np.subtract(*reversed(share_interval(rate.mean, trials)))
 
 
 def test_the_difficulty_of_documents_cancels_in_a_paired_difference() -> None:

@@ -49,7 +49,7 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
     assert [numbers(row.result) for row in two] == [numbers(row.result) for row in one]
     lines = ((tmp_path / name / "cells.jsonl").read_text().splitlines()[1:] for name in ("one", "two"))
     alone, shared = (
-        {each["cell"]: each["result"]["nll_by_position"] for each in map(json.loads, some)} for some in lines
+        {each["cell"]: each["result"]["block_nll"] for each in map(json.loads, some)} for some in lines
     )
     assert alone == shared
     assert all(alone.values())
