@@ -176,19 +176,18 @@ class VariableTracking(Task):
 
 @dataclass(frozen=True)
 class ManyShot(Task):
-    """Examples that fill the prompt: two invented words and a label, which only the first word decides.
+    """Examples that fill the prompt: an invented word and its label, which is to be found in the examples.
 
-    The rule is to be found in the examples, as in many-shot learning (2404.11018). The more of them a model
-    reads, the more first words it knows: a perfect one answers as often as an example has the first word.
+    This is many-shot learning (2404.11018): the longer the prompt, the more examples there are of a word.
     The last lines are the questions, so that one forward answers all of them.
 
     Attributes:
-        words: number of first words, each with a label of its own; examples draw from them at random.
+        words: number of words, each with a label of its own; examples draw from them at random.
         questions: number of lines whose labels are the answers.
     """
 
     new_tokens: int = 0
-    words: int = 1000
+    words: int = 250
     questions: int = 32
 
     name: ClassVar[str] = "many_shot"
@@ -196,19 +195,19 @@ class ManyShot(Task):
     in_place: ClassVar[bool] = True
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """Examples in lines, and the lines that are questions; the second word is new in most lines."""
-        firsts: dict[str, str] = {}
-        while len(firsts) < self.words:
-            firsts[_invented(rng)] = rng.choice(_NOUNS)
-        names = rng.choices(list(firsts), k=tokens // 4 + 16 + self.questions)
-        lines = [f"{first} {_invented(rng)}: {firsts[first]}\n" for first in names]
+        """Examples in lines, and the lines that are questions."""
+        labels: dict[str, str] = {}
+        while len(labels) < self.words:
+            labels[_invented(rng)] = rng.choice(_NOUNS)
+        words = rng.choices(list(labels), k=tokens // 3 + 16 + self.questions)
+        lines = [f"{word}: {labels[word]}\n" for word in words]
         examples, asked = "".join(lines[self.questions :]), "".join(lines[: self.questions])
         return Draft(
-            "Each line has two invented words and their label.\n",
+            "Each line has an invented word and its label.\n",
             lambda size: examples[:size],
             "",
             f"\n{asked}"[:-1],
-            tuple(firsts[first] for first in names[: self.questions]),
+            tuple(labels[word] for word in words[: self.questions]),
         )
 
 

@@ -122,18 +122,18 @@ def test_a_chain_of_variables_can_be_followed() -> None:
 
 
 def test_the_label_of_a_word_follows_from_its_examples() -> None:
-    """Longer prompts show more words, and so more often an example of the one that is asked."""
-    known, task = {}, ManyShot(words=100, questions=30)
+    """Longer prompts have more examples of each word."""
+    known, task = {}, ManyShot(words=200, questions=30)
     for length in (1000, 2400):
         prompt = make_prompt(task, PLAIN, length, chat="off")
-        lines = [line.split() for line in prompt.text.splitlines()[1:]]
-        examples, asked = [line for line in lines[:-30] if len(line) == 3], lines[-30:]
-        labels = {first: label for first, _, label in examples}
-        assert all(labels[first] == label for first, _, label in examples[:-1])  # the last is cut
-        assert [label for _, _, label in asked] == [*prompt.answers]
-        known[length] = [labels.get(first) for first, _, _ in asked]
+        lines = [line.split(": ") for line in prompt.text.splitlines()[1:]]
+        examples, asked = lines[:-31], lines[-30:]  # the line between is cut
+        labels = dict(examples)
+        assert all(labels[word] == label for word, label in examples)
+        assert [label for _, label in asked] == [*prompt.answers]
+        known[length] = [labels.get(word) for word, _ in asked]
         wrong = [label for label, right in zip(known[length], prompt.answers, strict=True) if label != right]
-        assert {*wrong} <= {None, examples[-1][-1]}
+        assert {*wrong} <= {None}
     assert 0 < sum(map(bool, known[1000])) < sum(map(bool, known[2400])) < 30
     assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
 

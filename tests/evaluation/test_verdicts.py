@@ -123,7 +123,8 @@ def test_what_is_not_finite_is_not_called_unmeasured() -> None:
     def broken(one: EvaluationRow) -> EvaluationRow:
         nothing = {n: [math.nan] * 5 for n in (32, 64)}
         ppl = dict.fromkeys((32, 64), math.nan)
-        return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing, block_nll=np.full((5, 64), math.nan)))
+        blocks = np.full((5, 64), math.nan)
+        return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing, block_nll=blocks))
 
     plain, control, tuned = rows(2.9, retrieval({0.5: 1.0}))
     (verdict,) = verdicts([plain, control, broken(tuned)])
