@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from rope_extend.plots.style import (
     INK,
@@ -41,34 +42,45 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
 def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw the mean loss in nats per token against the position of the predicted token.
 
-    Single positions are noisy, so they are averaged in groups, four to each doubling of the position.
+    Rows with a control whose context is cropped are drawn as their difference from it, on an axis that is
+    logarithmic beyond 0.1 nats: texts differ far more from place to place than rows do in one place.
     Arguments and errors are those of `plot_perplexity`.
     """
     canvas = Canvas(path, "Loss by position", room=16)
-    axes = canvas.axes
-    longest = max(row.result.max_length for row in rows)
-    first = max(row.result.block for row in rows)
+    axes, label = canvas.axes, "loss, nats per token"
+    longest = max((row.result.max_length for row in rows), default=1)
+    control = next((row.result for row in rows if row.result.cropped and row.result.block_nll.size), None)
     for row, style in line_styles(rows):
-        draw_line(axes, *loss_by_group(row.result), **{**style, "marker": ""})
-    axes.set_ylabel("loss, nats per token", color=INK)
+        positions, means = loss_by_group(row.result)
+        if control is not None:
+            same = (row.result.data, row.result.max_length) == (control.data, control.max_length)
+            means = means - loss_by_group(control)[1] if same else np.full(len(means), np.nan)
+        draw_line(axes, positions, means, **style)
+    if control is not None:
+        label = f"{label}, minus that of the cropped context"
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.yaxis.set_major_locator(
+            FixedLocator([sign * x for x in (0, 0.05, 0.1, 1, 10) for sign in (-1, 1)])
+        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylabel(label, color=INK)
     in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
-    powers = [2**n for n in range(longest.bit_length()) if 2**n >= first]
-    length_axis(axes, powers, f"position in the {'document' if in_documents else 'window'}, tokens")
-    axes.set_xlim(first, longest)
+    ends = [longest * n // 8 for n in range(1, 9)]
+    length_axis(
+        axes, ends, f"position in the {'document' if in_documents else 'window'}, tokens", linear=True
+    )
+    axes.set_xlim(0, longest)
     mark_window(axes, rows[0].trained_length)
     return canvas.save()
 
 
 def loss_by_group(result: Any) -> tuple[Floats, Floats]:
-    """The middle of each group of positions and its mean loss in nats, four groups to a doubling.
-
-    Groups are of whole blocks. The first block is left out: there is little context. NaN: nothing was scored.
-    """
+    """The middle of each of at most 24 groups of blocks, and its mean loss; NaN if nothing was scored."""
     count = result.block_nll.shape[1]
-    edges = np.unique((2 ** np.arange(0, np.log2(max(count, 1)), 0.25)).round().astype(np.int64))
-    if count < 2:
+    edges = np.unique(np.linspace(0, count, 25).astype(np.int64))
+    starts, ends = edges[:-1], edges[1:]
+    if not result.block_nll.size:
         return np.zeros(0), np.zeros(0)
-    sums, terms = (np.add.reduceat(each.sum(0), edges) for each in (result.block_nll, result.block_terms))
-    ends = np.append(edges[1:], count)
+    sums, terms = (np.add.reduceat(each.sum(0), starts) for each in (result.block_nll, result.block_terms))
     means = np.divide(sums, terms, out=np.full(len(sums), np.nan), where=terms > 0)
-    return np.sqrt(edges * ends) * result.block, means
+    return (starts + ends) / 2 * result.block, means

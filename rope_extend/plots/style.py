@@ -161,10 +161,11 @@ def perplexity_axis(axes: Axes) -> None:
     axes.set_ylabel("perplexity (lower is better)", color=INK)
 
 
-def length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
+def length_axis(axes: Axes, lengths: Sequence[int], label: str, *, linear: bool = False) -> None:
     """Make the horizontal axis one of lengths in tokens, logarithmic; many are labelled by powers of two."""
-    few = len(lengths) <= MOST_TICKS
-    axes.set_xscale("log", base=2)
+    few = linear or len(lengths) <= MOST_TICKS
+    if not linear:
+        axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths) if few else LogLocator(2, numticks=MOST_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))

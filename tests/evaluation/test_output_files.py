@@ -199,7 +199,9 @@ class Runs(RuleBasedStateMachine):
         self.measured += 1
         version = measurement.config.version
         sums = {"document_nll": {8: [7.0 * version]}, "document_terms": {8: [7]}, "tokens": {8: 7}}
-        found = replace(result(float(version), (8,)), data=str(cell.number), **sums)
+        one = result(float(version), (8,), documents=1)
+        blocks = {"block_nll": one.block_nll[:1], "block_terms": one.block_terms[:1]}
+        found = replace(one, data=str(cell.number), **sums, **blocks)
         row = EvaluationRow(cell.row.label, model="m", trained_length=8).to_dict()
         return {**row, "document": "text", "result": found.to_dict()}
 

@@ -93,14 +93,26 @@ def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
 
 
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
-    steps = row("steps", "yarn", 1.0, block_nll=np.tile(np.where(np.arange(256) < 64, 2.0, 5.0), (3, 1)))
+    losses = np.where(np.arange(256) < 64, 2.0, 5.0) * (np.arange(256) > 0)
+    steps = row("steps", "yarn", 1.0, block_nll=np.tile(losses, (3, 1)))
     plots.plot_loss_by_position([steps], tmp_path / "a.png")
     assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
     x, y = lines(drawn[0].axes)["steps"].get_data()
     assert (np.diff(x) > 0).all()
     assert (y[x < 64] == 2).all()
     assert (y[x >= 64] == 5).all()
-    assert len(x) > 20
+    assert len(x) == 24
+    # With a control: the difference from it. A row of another text has none.
+    control = replace(
+        row("cropped", "none", 1.0), result=replace(steps.result, protocol="cropped", window=32)
+    )
+    other = row("other", "ntk", 1.0, data="f" * 16)
+    better = row("better", "yarn", 1.0, block_nll=steps.result.block_nll - 0.5 * (np.arange(256) > 127))
+    plots.plot_loss_by_position([control, better, other], tmp_path / "b.png")
+    assert [*lines(drawn[1].axes)] == ["cropped", "better"]
+    assert not lines(drawn[1].axes)["cropped"].get_ydata().any()
+    x, y = lines(drawn[1].axes)["better"].get_data()
+    np.testing.assert_allclose(y, -0.5 * (x > 128), atol=1e-12)
 
 
 def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
