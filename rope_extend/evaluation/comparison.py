@@ -200,7 +200,8 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     base, trained = controls[0], controls[0].trained_length
     compared = []
     for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
-        if row.result.block_terms.size and row.result.max_length == base.result.max_length:
+        same = row.result.block_terms.shape == base.result.block_terms.shape != (0, 0)
+        if same and row.result.max_length == base.result.max_length:
             lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
             compared.append(Comparison(base, row, [_beyond(base, row, trained, n) for n in lengths]))
     return compared

@@ -94,9 +94,9 @@ class PerplexityResult:
     def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
         """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
 
-        They are from the pass over the longest length. Both ends are rounded up to whole blocks.
+        They are from the pass over the longest length, in whole blocks: those that have such positions.
         """
-        part = slice(-(-start // self.block), -(-stop // self.block))
+        part = slice(start // self.block, -(-stop // self.block))
         return self.block_nll[:, part].sum(1), self.block_terms[:, part].sum(1)
 
     @property

@@ -115,7 +115,8 @@ def test_losses_of_long_texts_are_kept_in_blocks() -> None:
     sums, terms = result.between(64, 1000)
     np.testing.assert_allclose(sums, losses[:, 63:999].sum(1), rtol=1e-5)
     assert terms.tolist() == [936, 936]
-    assert result.between(61, 1097)[1].tolist() == [1036, 1036]  # up to whole blocks
+    assert result.between(61, 1097)[1].tolist() == [1044, 1044]  # whole blocks: 56 to 1,100
+    assert result.between(1090, 1091)[1].tolist() == [8, 8]
 
 
 def test_every_length_is_measured_on_the_same_documents() -> None:
