@@ -194,7 +194,7 @@ class _Tally:
             logger.warning("the loss is not a finite number from position %d on", bad[0])
         block = block_size(self.lengths[-1])
         count = -(-(self.lengths[-1] + self.rule.extra_tokens) // block)
-        self.block_nll.append(np.bincount(positions // block, values, count).round(5))  # small files
+        self.block_nll.append(np.round(np.bincount(positions // block, values, count), 5))  # small files
         self.block_terms.append(np.bincount(positions // block, minlength=count))
         for length in self.lengths:
             selected = values[positions < length] if self.rule.nested else values
