@@ -28,7 +28,7 @@ DOES_NOT_FIT = "does not fit"
 FINETUNE = "rope-extend finetune recipe.yaml"
 """The command that trains, until the file of the recipe has a name."""
 CRITERIA = (
-    "perplexity at the target, divided by that of the model as it is, cropped to its present window, is "
+    "perplexity beyond the present window, divided by that of the model cropped to that window, is "
     "below 1 with its whole interval",
     f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
     "length",

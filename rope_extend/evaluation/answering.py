@@ -209,21 +209,34 @@ def _in_place(model: nn.Module, tokenizer: Any, prompt: Prompt, row: Sequence[in
 
     Args:
         row: the token ids that the model sees.
+
+    Raises:
+        RopeExtendError: the tokenizer does not tell which characters a token has, or the model does not see
+            all the questions.
     """
-
-    def tokens(text: str) -> int:
-        return len(encode(tokenizer, text, prompt.chat))
-
-    text, spots = prompt.text, []
+    if not getattr(tokenizer, "is_fast", False):
+        raise RopeExtendError(f"{prompt.task} needs a tokenizer of the library tokenizers; load a fast one")
+    spans = tokenizer(
+        prompt.text, add_special_tokens=not prompt.chat, return_offsets_mapping=True, verbose=False
+    )["offset_mapping"]
+    text, places = prompt.text, []
     for answer in reversed(prompt.answers):
-        before = text[: text.rindex(f" {answer}")]
-        spots.append((tokens(before) - prompt.tokens, tokens(f"{before} {answer}") - prompt.tokens))
-        text = before
+        end = text.rindex(f" {answer}") + len(answer) + 1
+        start = end - len(answer)
+        places.append(
+            [n - prompt.tokens for n, (low, high) in enumerate(spans) if low < end and high > start]
+        )
+        text = text[: start - 1]
+    if 1 - places[-1][0] > len(row):
+        raise RopeExtendError(
+            f"the {len(places)} questions of {prompt.task} need {1 - places[-1][0]} tokens, and the model "
+            f"sees {len(row)}; leave the rows with a cropped context out (--no-cropped), or use another task"
+        )
     computer = LossComputer(model, input_device(model))
     states = torch.cat([*computer.hidden(torch.tensor([row], device=computer.device))], dim=1)
     # The state at t predicts the token at t + 1.
     head = output_head(model)
-    found = [head(states[:, start - 1 : stop - 1])[0].argmax(-1) for start, stop in reversed(spots)]
+    found = [head(states[:, [n - 1 for n in place]])[0].argmax(-1) for place in reversed(places)]
     return "\n".join(" ".join(tokenizer.decode(ids).split()) for ids in found)
 
 

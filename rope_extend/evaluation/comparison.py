@@ -200,9 +200,9 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     base, trained = controls[0], controls[0].trained_length
     compared = []
     for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
+        lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
         same = row.result.block_terms.shape == base.result.block_terms.shape != (0, 0)
-        if same and row.result.max_length == base.result.max_length:
-            lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
+        if same and lengths and row.result.max_length == base.result.max_length:
             compared.append(Comparison(base, row, [_beyond(base, row, trained, n) for n in lengths]))
     return compared
 

@@ -35,7 +35,7 @@ from rope_extend.evaluation.protocols import (
     protocol_named,
     window_lengths,
 )
-from rope_extend.evaluation.results import Counts, Floats, Losses, PerplexityResult, block_size
+from rope_extend.evaluation.results import Counts, Floats, Losses, PerplexityResult, block_starts
 from rope_extend.loss import causal_lm
 from rope_extend.models.view import length_groups
 from rope_extend.progress import progress_bar
@@ -106,7 +106,7 @@ def perplexity(
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
-    tallies = [_Tally(rule, group) for group in groups]
+    tallies = [_Tally(rule, group, sizes) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
     bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
     with ExitStack() as stack:
@@ -175,8 +175,8 @@ def _windows(rule: Protocol, text: Document, length: int, settings: Settings) ->
 class _Tally:
     """Sums over documents, in float64, for the lengths of one pass."""
 
-    def __init__(self, rule: Protocol, lengths: Sequence[int]) -> None:
-        self.rule, self.lengths = rule, lengths
+    def __init__(self, rule: Protocol, lengths: Sequence[int], all_lengths: Sequence[int]) -> None:
+        self.rule, self.lengths, self.starts = rule, lengths, block_starts(all_lengths)
         self.block_nll: list[Floats] = []
         self.block_terms: list[Counts] = []
         self.tokens = dict.fromkeys(lengths, 0)
@@ -192,10 +192,9 @@ class _Tally:
         )
         if (bad := positions[~np.isfinite(values)]).size:
             logger.warning("the loss is not a finite number from position %d on", bad[0])
-        block = block_size(self.lengths[-1])
-        count = -(-(self.lengths[-1] + self.rule.extra_tokens) // block)
-        self.block_nll.append(np.round(np.bincount(positions // block, values, count), 5))  # small files
-        self.block_terms.append(np.bincount(positions // block, minlength=count))
+        blocks = np.searchsorted(self.starts, positions, side="right") - 1
+        self.block_nll.append(np.round(np.bincount(blocks, values, len(self.starts)), 5))  # small files
+        self.block_terms.append(np.bincount(blocks, minlength=len(self.starts)))
         for length in self.lengths:
             selected = values[positions < length] if self.rule.nested else values
             self.tokens[length] += len(selected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
@@ -20,9 +20,14 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def block_size(length: int) -> int:
-    """Positions of a block of losses in a pass over `length` tokens."""
-    return 1 << max(0, (length - 1).bit_length() - 8)
+def block_starts(lengths: Collection[int]) -> Counts:
+    """First position of each block of losses: multiples of a power of two, at most 256, and each length.
+
+    Args:
+        lengths: the measured lengths in tokens; the longest one ends the last block.
+    """
+    longest = max(lengths)
+    return np.union1d(np.arange(0, longest, 1 << max(0, (longest - 1).bit_length() - 8)), [*lengths])[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +40,8 @@ class PerplexityResult:
             context. Protocols that average windows give exp(mean of their mean losses).
         tokens: number of scored tokens by length, (N − 1) × `documents` for `prefix`.
         block_nll: float64 `[documents, blocks]`, the sum of each document's losses in nats in blocks of
-            `block` positions, from the pass over the longest length, to five decimals. Positions count from
-            the start of the document for `prefix` and `cropped`, else of the window. Empty if unknown.
+            positions that begin at `block_starts`, from the pass over the longest length, to five decimals.
+            Positions count from the start of the document for `prefix` and `cropped`, else of the window.
         block_terms: int64, the number of losses in each of these sums.
         protocol: its name, as in `rope_extend.evaluation.protocols`.
         window: tokens of context, if the context was cropped; else None.
@@ -87,16 +92,17 @@ class PerplexityResult:
         return max(self.ppl)
 
     @property
-    def block(self) -> int:
-        """Positions of a block: a power of two that gives at most 256 blocks."""
-        return block_size(self.max_length)
+    def block_starts(self) -> Counts:
+        """First position of each block; the measured lengths are among them."""
+        return block_starts(self.ppl)
 
     def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
         """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
 
-        They are from the pass over the longest length, in whole blocks: those that have such positions.
+        They are from the pass over the longest length. Ends that are no measured length are those of the next
+        block.
         """
-        part = slice(start // self.block, -(-stop // self.block))
+        part = slice(*np.searchsorted(self.block_starts, (start, stop)))
         return self.block_nll[:, part].sum(1), self.block_terms[:, part].sum(1)
 
     @property
@@ -129,7 +135,7 @@ class PerplexityResult:
         _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
         _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
         _consistent(made.block_nll.shape == made.block_terms.shape)
-        _consistent(len(made.block_nll) in (0, made.documents))
+        _consistent(made.block_nll.shape in ((0, 0), (made.documents, len(made.block_starts))))
         for length, counts in made.document_terms.items():
             _consistent(
                 length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0

@@ -188,7 +188,7 @@ class ManyShot(Task):
 
     new_tokens: int = 0
     words: int = 250
-    questions: int = 32
+    questions: int = 16
 
     name: ClassVar[str] = "many_shot"
     has_depth: ClassVar[bool] = False

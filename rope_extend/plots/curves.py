@@ -53,7 +53,8 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     for row, style in line_styles(rows):
         positions, means = loss_by_group(row.result)
         if control is not None:
-            same = (row.result.data, row.result.max_length) == (control.data, control.max_length)
+            same = row.result.protocol in ("prefix", "cropped") and row.result.data == control.data
+            same &= row.result.ppl.keys() == control.ppl.keys() and means.size > 0
             means = means - loss_by_group(control)[1] if same else np.full(len(means), np.nan)
         draw_line(axes, positions, means, **style)
     if control is not None:
@@ -76,11 +77,11 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 
 def loss_by_group(result: Any) -> tuple[Floats, Floats]:
     """The middle of each of at most 24 groups of blocks, and its mean loss; NaN if nothing was scored."""
-    count = result.block_nll.shape[1]
-    edges = np.unique(np.linspace(0, count, 25).astype(np.int64))
-    starts, ends = edges[:-1], edges[1:]
     if not result.block_nll.size:
         return np.zeros(0), np.zeros(0)
+    edges = np.append(result.block_starts, result.max_length)
+    starts = np.unique(np.searchsorted(edges, np.linspace(0, result.max_length, 25)[:-1]))
+    ends = np.append(starts[1:], len(edges) - 1)
     sums, terms = (np.add.reduceat(each.sum(0), starts) for each in (result.block_nll, result.block_terms))
     means = np.divide(sums, terms, out=np.full(len(sums), np.nan), where=terms > 0)
-    return (starts + ends) / 2 * result.block, means
+    return (edges[starts] + edges[ends]) / 2, means

@@ -94,7 +94,6 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
         assert result.tokens[length] == len(losses) == 3 * (length - 1)
     by_position = torch.stack([naive_losses(model, document.input_ids[:64]) for document in documents])
     np.testing.assert_allclose(result.block_nll[:, 1:], by_position, rtol=1e-5)
-    assert result.block == 1
     assert not result.block_nll[:, 0].any()  # nothing predicts the first token
     assert result.block_terms.tolist() == [[0] + 63 * [1]] * 3
     assert result.forward_tokens == 3 * 64
@@ -103,20 +102,19 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
 
 
 def test_losses_of_long_texts_are_kept_in_blocks() -> None:
-    """At most 256; with several documents and passes, those of the longest."""
+    """They begin at multiples of 8 here, and at each length; those of the longest of several passes."""
     model, documents = tiny(), texts(1100, 1100)
     with rx.extend(model, 1100, method="dynamic_ntk"):
-        result = measure(model, documents, [64, 1100])
+        result = measure(model, documents, [61, 1001, 1100])
         losses = torch.stack([naive_losses(model, document.input_ids) for document in documents]).double()
-    assert (result.block, result.block_nll.shape) == (8, (2, 138))
-    padded = torch.nn.functional.pad(losses, (1, 4)).reshape(2, 138, 8).sum(-1)
-    np.testing.assert_allclose(result.block_nll, padded, rtol=1e-5)
-    assert result.block_terms.tolist() == [[7] + 136 * [8] + [4]] * 2
-    sums, terms = result.between(64, 1000)
-    np.testing.assert_allclose(sums, losses[:, 63:999].sum(1), rtol=1e-5)
-    assert terms.tolist() == [936, 936]
-    assert result.between(61, 1097)[1].tolist() == [1044, 1044]  # whole blocks: 56 to 1,100
-    assert result.between(1090, 1091)[1].tolist() == [8, 8]
+    starts = sorted({*range(0, 1100, 8), 61, 1001})
+    assert result.block_starts.tolist() == starts
+    padded = torch.nn.functional.pad(losses, (1, 0)).numpy()
+    np.testing.assert_allclose(result.block_nll, np.add.reduceat(padded, starts, axis=1), rtol=1e-5)
+    assert result.block_terms.sum(1).tolist() == [1099, 1099]
+    sums, terms = result.between(61, 1001)
+    np.testing.assert_allclose(sums, losses[:, 60:1000].sum(1), rtol=1e-5)
+    assert terms.tolist() == [940, 940]
 
 
 def test_every_length_is_measured_on_the_same_documents() -> None:

@@ -90,7 +90,8 @@ def test_last_k_is_reropes() -> None:
         assert result.ppl[length] == pytest.approx(math.exp(loss / 3), **SAME)
         assert result.tokens[length] == 3 * k
     # Positions count from the start of the window: the targets are at its end.
-    assert np.flatnonzero(result.block_terms.sum(0)).tolist() == list(range(53 - k, 53))
+    assert np.flatnonzero(result.block_terms.sum(0)).tolist() == list(range(53 - k, 52))  # the last has two
+    assert result.block_terms.sum() == 3 * k
 
 
 @pytest.mark.parametrize("length", [7, 15, 19, 58])

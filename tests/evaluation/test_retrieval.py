@@ -99,7 +99,7 @@ def test_an_oracle_solves_all_and_a_mute_model_nothing(task: Passkey) -> None:
     assert right.depths("passkey") == [0, 0.5, 1]
 
 
-@pytest.mark.parametrize("crop", [None, 700])
+@pytest.mark.parametrize("crop", [None, 700, 40])
 def test_answers_in_place_are_those_of_one_forward(crop: int | None) -> None:
     """The oracle: the logits of stock transformers at the tokens that are in an answer's characters."""
     model = tiny_llama(vocab_size=len(TOKENIZER))
@@ -113,9 +113,13 @@ def test_answers_in_place_are_those_of_one_forward(crop: int | None) -> None:
     expected, end = [], len(prompt.text)
     for each in reversed(prompt.answers):
         begin = prompt.text.rindex(f" {each}", 0, end)
-        inside = [n for n, (low, high) in enumerate(spans) if low < end and high > begin]
+        inside = [n for n, (low, high) in enumerate(spans) if low < end and high > begin + 1]
         expected.append(" ".join(TOKENIZER.decode(likely[[n - 1 for n in inside]]).split()))
         end = prompt.text.rindex("\n", 0, begin)
+    if crop == 40:  # too few
+        with pytest.raises(RopeExtendError, match=r"8 questions of many_shot need .* sees 40; leave"):
+            answer_batch(model, TOKENIZER, ManyShot(questions=8), [prompt], crop)
+        return
     trials, _ = answer_batch(model, TOKENIZER, ManyShot(questions=8), [prompt], crop)
     assert trials[0]["response"].split("\n") == expected[::-1]
     assert any(expected)
