@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.collecting import collect
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import card_results, csv_table, read_results, write_report
+from rope_extend.evaluation.report_parts import table_parts
 from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.plots.curves import plot_perplexity
 from rope_extend.plots.style import Canvas
@@ -278,6 +280,15 @@ def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
     write_report(rows, tmp_path)
     assert [each.label for each in read_results(tmp_path)] == ["a", "b"]
     assert compare(rows[0], replace(rows[0], label="c")).differences
+
+
+def test_the_tables_of_the_results_are_those_of_their_cells() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    cells = [json.loads(line) for line in (docs / "results" / "code" / "cells.jsonl").open()][1:]
+    tables = table_parts(collect(cells, [*dict.fromkeys(cell["label"] for cell in cells)]))
+    lines = {line for table in tables for line in table.markdown().splitlines() if line[0:1] == "|"}
+    assert len(lines) > 20
+    assert lines <= {*(docs / "results.md").read_text().splitlines()}
 
 
 def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:
