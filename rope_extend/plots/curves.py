@@ -60,16 +60,12 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     if control is not None:
         label = f"{label}, minus that of the cropped context"
         axes.set_yscale("symlog", linthresh=0.1)
-        axes.yaxis.set_major_locator(
-            FixedLocator([sign * x for x in (0, 0.05, 0.1, 1, 10) for sign in (-1, 1)])
-        )
+        axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.05, 0, 0.05, 0.1, 1, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel(label, color=INK)
     in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
-    ends = [longest * n // 8 for n in range(1, 9)]
-    length_axis(
-        axes, ends, f"position in the {'document' if in_documents else 'window'}, tokens", linear=True
-    )
+    text = f"position in the {'document' if in_documents else 'window'}, tokens"
+    length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)
     axes.set_xlim(0, longest)
     mark_window(axes, rows[0].trained_length)
     return canvas.save()
