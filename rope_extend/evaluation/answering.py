@@ -221,8 +221,8 @@ def _in_place(model: nn.Module, tokenizer: Any, prompt: Prompt, row: Sequence[in
     )["offset_mapping"]
     text, places = prompt.text, []
     for answer in reversed(prompt.answers):
-        end = text.rindex(f" {answer}") + len(answer) + 1
-        start = end - len(answer)
+        start = text.rindex(f" {answer}") + 1
+        end = start + len(answer)
         places.append(
             [n - prompt.tokens for n, (low, high) in enumerate(spans) if low < end and high > start]
         )

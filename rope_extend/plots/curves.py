@@ -50,12 +50,13 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     axes, label = canvas.axes, "loss, nats per token"
     longest = max((row.result.max_length for row in rows), default=1)
     control = next((row.result for row in rows if row.result.cropped and row.result.block_nll.size), None)
+    of_control = None if control is None else loss_by_group(control)[1]
     for row, style in line_styles(rows):
         positions, means = loss_by_group(row.result)
-        if control is not None:
+        if control is not None and of_control is not None:
             same = row.result.protocol in ("prefix", "cropped") and row.result.data == control.data
             same &= row.result.ppl.keys() == control.ppl.keys() and means.size > 0
-            means = means - loss_by_group(control)[1] if same else np.full(len(means), np.nan)
+            means = means - of_control if same else np.full(len(means), np.nan)
         draw_line(axes, positions, means, **style)
     if control is not None:
         label = f"{label}, minus that of the cropped context"

@@ -162,8 +162,12 @@ def perplexity_axis(axes: Axes) -> None:
 
 
 def length_axis(axes: Axes, lengths: Sequence[int], label: str, *, linear: bool = False) -> None:
-    """Make the horizontal axis one of lengths in tokens, logarithmic; many are labelled by powers of two."""
-    few = linear or len(lengths) <= MOST_TICKS
+    """Make the horizontal axis one of lengths in tokens; many are labelled by powers of two.
+
+    Args:
+        linear: not logarithmic.
+    """
+    few = len(lengths) <= MOST_TICKS
     if not linear:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths) if few else LogLocator(2, numticks=MOST_TICKS))
