@@ -176,7 +176,9 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     for row in rows:
         if row in bases or row.cropped:
             continue
-        found = differences(base.result, row.result, [trained]) if _same_targets(row, base) else []
+        found = (
+            differences(base.result, row.result, [trained]) if row.result.same_targets(base.result) else []
+        )
         changes = [
             RetrievalChange(task, trained, rates)
             for task in row.retrieval.tasks
@@ -199,10 +201,8 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
         return []
     base, trained = controls[0], controls[0].trained_length
     compared = []
-    for row in (row for row in rows if not row.cropped and _same_targets(row, base)):
-        lengths = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
-        same = row.result.block_terms.shape == base.result.block_terms.shape != (0, 0)
-        if same and lengths and row.result.max_length == base.result.max_length:
+    for row in (row for row in rows if not row.cropped and row.result.same_blocks(base.result)):
+        if lengths := sorted(n for n in row.result.ppl if n > trained):
             compared.append(Comparison(base, row, [_beyond(base, row, trained, n) for n in lengths]))
     return compared
 
@@ -210,12 +210,3 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 def _beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
     (first, terms), (second, _) = (each.result.between(start, length) for each in (base, row))
     return paired(length, first.tolist(), second.tolist(), terms.tolist())
-
-
-def _same_targets(row: EvaluationRow, base: EvaluationRow) -> bool:
-    """Whether two rows scored the same targets of the same texts: `cropped` has those of `prefix`."""
-    one, other = (
-        ("prefix" if each.protocol == "cropped" else each.protocol, each.stride, each.last, each.data)
-        for each in (row.result, base.result)
-    )
-    return bool(row.result) and one == other

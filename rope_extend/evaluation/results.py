@@ -92,9 +92,9 @@ class PerplexityResult:
         return max(self.ppl)
 
     @property
-    def block_starts(self) -> Counts:
-        """First position of each block; the measured lengths are among them."""
-        return block_starts(self.ppl)
+    def block_edges(self) -> Counts:
+        """First position of each block, and the end of the last; the measured lengths are among them."""
+        return np.append(block_starts(self.ppl), self.max_length)
 
     def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
         """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
@@ -102,8 +102,21 @@ class PerplexityResult:
         They are from the pass over the longest length. Ends that are no measured length are those of the next
         block.
         """
-        part = slice(*np.searchsorted(self.block_starts, (start, stop)))
+        part = slice(*np.searchsorted(self.block_edges, (start, stop)))
         return self.block_nll[:, part].sum(1), self.block_terms[:, part].sum(1)
+
+    def same_targets(self, other: PerplexityResult) -> bool:
+        """Whether both scored the same targets of the same texts: `cropped` has those of `prefix`."""
+        one, two = (
+            ("prefix" if each.cropped else each.protocol, each.stride, each.last, each.data)
+            for each in (self, other)
+        )
+        return bool(self) and one == two
+
+    def same_blocks(self, other: PerplexityResult) -> bool:
+        """Whether both scored the same targets, and have their losses in the same blocks."""
+        measured = self.block_nll.size > 0 and other.block_nll.size > 0 and self.same_targets(other)
+        return measured and np.array_equal(self.block_edges, other.block_edges)
 
     @property
     def cropped(self) -> bool:
@@ -135,7 +148,7 @@ class PerplexityResult:
         _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
         _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
         _consistent(made.block_nll.shape == made.block_terms.shape)
-        _consistent(made.block_nll.shape in ((0, 0), (made.documents, len(made.block_starts))))
+        _consistent(made.block_nll.shape in ((0, 0), (made.documents, len(made.block_edges) - 1)))
         for length, counts in made.document_terms.items():
             _consistent(
                 length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0

@@ -54,8 +54,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     for row, style in line_styles(rows):
         positions, means = loss_by_group(row.result)
         if control is not None and of_control is not None:
-            same = row.result.protocol in ("prefix", "cropped") and row.result.data == control.data
-            same &= row.result.ppl.keys() == control.ppl.keys() and means.size > 0
+            same = row.result.same_blocks(control)
             means = means - of_control if same else np.full(len(means), np.nan)
         draw_line(axes, positions, means, **style)
     if control is not None:
@@ -76,7 +75,7 @@ def loss_by_group(result: Any) -> tuple[Floats, Floats]:
     """The middle of each of at most 24 groups of blocks, and its mean loss; NaN if nothing was scored."""
     if not result.block_nll.size:
         return np.zeros(0), np.zeros(0)
-    edges = np.append(result.block_starts, result.max_length)
+    edges = result.block_edges
     starts = np.unique(np.searchsorted(edges, np.linspace(0, result.max_length, 25)[:-1]))
     ends = np.append(starts[1:], len(edges) - 1)
     sums, terms = (np.add.reduceat(each.sum(0), starts) for each in (result.block_nll, result.block_terms))
