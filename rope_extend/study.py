@@ -63,7 +63,10 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     trained = rows[0].trained_length if rows else None
     if trained is not None and config.target_length <= trained:
         return [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
-    judged = sorted(verdicts(rows), key=lambda each: each.ratio if math.isfinite(each.ratio) else math.inf)
+    ppl = {row.label: row.result.ppl.get(config.target_length, math.inf) for row in rows}
+    judged = sorted(
+        verdicts(rows), key=lambda each: ppl[each.label] if math.isfinite(each.ratio) else math.inf
+    )
     whole = [verdict for verdict in judged if verdict.label not in missing]
     good = [verdict for verdict in whole if verdict.success]
     if good:

@@ -58,12 +58,17 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
             by_length = {change.length: change for change in gain.differences}
             lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths)])
         window = format_length(gains[0].first.trained_length or 0)
-        heading = f"Perplexity beyond {window}, divided by that of {gains[0].first.label}"
-        note = (
+        controls = list(dict.fromkeys(gain.first.label for gain in gains))
+        of = controls[0] if len(controls) == 1 else "the control"
+        notes = [
             f"On the targets from {window} to each length, in the pass over the longest one. Below 1, the "
             "longer context helps. In brackets, the 95 % interval over documents."
-        )
-        parts.append(Section(heading, lines, [note]))
+        ]
+        if len(controls) > 1:
+            trained = next(gain.first.label for gain in gains if gain.second.adapter is not None)
+            (plain,) = {*controls} - {trained}
+            notes.append(f"The control of rows with an adapter is {trained}, and of the others {plain}.")
+        parts.append(Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label
         parts += comparison_parts(compared, f"within the trained window of {window}, compared with {base}")

@@ -97,6 +97,8 @@ def _gain(comparison: Comparison) -> Criterion:
         return f"{at}, perplexity is not finite", False
     percent = 100 * (1 - change.ratio)
     words = f"{at}, {abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
+    if comparison.second.adapter is not None:
+        words += " before training" if control.adapter is None else " after training"
     if change.low is None or change.high is None:
         return f"{words} (too few documents for an interval: {change.documents})", None
     ends = sorted((1 if percent >= 0 else -1) * 100 * (1 - ppl(end)) for end in (change.low, change.high))

@@ -90,6 +90,27 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
     assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
 
 
+def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:
+    plain, cropped, linear = three_rows()
+    tuned = replace(linear, label="linear + LoRA", adapter="a")
+    control = replace(cropped, label="none + LoRA, cropped", adapter="b")
+
+    def pairs(*rows: EvaluationRow) -> list[tuple[str, str]]:
+        return [(one.second.label, one.first.label) for one in against_cropped(rows)]
+
+    assert pairs(linear, tuned, cropped) == [("linear", cropped.label), ("linear + LoRA", cropped.label)]
+    both = [linear, tuned, control, cropped]
+    assert pairs(*both) == [("linear", cropped.label), ("linear + LoRA", control.label)]
+    assert pairs(linear, tuned, control) == [("linear + LoRA", control.label)]
+    text = markdown_report(both)
+    assert "divided by that of the control" in text
+    assert f"with an adapter is {control.label}, and of the others {cropped.label}." in text
+    assert "than cropping after training" in text
+    alone = markdown_report([linear, tuned, cropped])
+    assert f"divided by that of {cropped.label}" in alone
+    assert "than cropping before training" in alone
+
+
 def test_rows_with_other_targets_are_not_compared() -> None:
     whole = measured("none", "none", tiny(), protocol="sliding", stride=16).result
     fewer = replace(whole, document_terms={64: [terms - 1 for terms in whole.document_terms[64]]})

@@ -93,7 +93,9 @@ def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     level = 2.9
     (verdict,) = verdicts(rows(level, retrieval({0.0: 1.0, 0.5: 0.9, 1.0: 0.8})))
     # Every loss is 0.1 nats less than that of plain RoPE and of the control.
-    assert verdict.gain == "from 32 to 64, 9.5 % better than cropping (9.5 to 9.5, 5 documents)"
+    assert (
+        verdict.gain == "from 32 to 64, 9.5 % better than cropping before training (9.5 to 9.5, 5 documents)"
+    )
     assert verdict.found == "passkey 90% (73–98), 80% at the worst depth"
     assert verdict.cost == "texts within 32 -9.5 % perplexity"
     assert verdict.success is False  # one depth is below 90 %
@@ -218,6 +220,10 @@ NAN = float("nan")
         ([judged("yarn", 0.9, 1.0)], ["yarn"], "Not decided yet: not wholly measured are yarn."),
         ([judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], ["yarn"], "Use ntk."),
         ([PLAIN, RUN], [], "No row can be judged: all are controls"),
+        # The best row is the one with the lowest perplexity, not the one that gains most over its own control.
+        ([judged("yarn", 0.9, 1.0), replace(CONTROL, label="LoRA, cropped", adapter="a", target_length=32,
+          result=replace(judged("", 0.8, None).result, protocol="cropped", window=32)),
+          judged("ntk", 0.75, 1.0, adapter="b", target_length=64)], [], "Use ntk."),
     ],
 )  # fmt: skip
 def test_the_verdict(rows: Sequence[EvaluationRow], missing: list[str], said: str, work: Path) -> None:
