@@ -10,6 +10,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 SECTIONS = (
+    ("results.md", "On source code"),
     ("results.md", "Without training"),
     ("training_free.md", "What they reach"),
     ("results.md", "Encodings instead of RoPE"),

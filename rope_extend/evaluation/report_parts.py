@@ -53,21 +53,24 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     parts: list[Part] = [perplexity_section(rows)] if any(row.result for row in rows) else []
     if gains := against_cropped(rows):
         lengths = sorted({change.length for gain in gains for change in gain.differences})
-        lines: list[Line] = [["", *map(format_length, lengths)]]
+        lines: list[Line] = [["", *map(format_length, lengths), "better in"]]
         for gain in gains:
             by_length = {change.length: change for change in gain.differences}
-            lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths)])
+            better = f"{gain.longest.better} of {gain.longest.documents}"
+            lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths), better])
         window = format_length(gains[0].first.trained_length or 0)
-        controls = list(dict.fromkeys(gain.first.label for gain in gains))
-        of = controls[0] if len(controls) == 1 else "the control"
+        controls = {gain.second.adapter is not None: gain.first.label for gain in gains}
+        several = len({*controls.values()}) > 1
         notes = [
             f"On the targets from {window} to each length, in the pass over the longest one. Below 1, the "
-            "longer context helps. In brackets, the 95 % interval over documents."
+            "longer context helps. In brackets, the 95 % interval over documents.",
+            "Better in: documents that are below 1 at the longest length.",
         ]
-        if len(controls) > 1:
-            trained = next(gain.first.label for gain in gains if gain.second.adapter is not None)
-            (plain,) = {*controls} - {trained}
-            notes.append(f"The control of rows with an adapter is {trained}, and of the others {plain}.")
+        if several:
+            notes.append(
+                f"The control of rows with an adapter is {controls[True]}; of the others, {controls[False]}."
+            )
+        of = "the control" if several else gains[0].first.label
         parts.append(Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label

@@ -75,6 +75,7 @@ class Difference:
         documents: number of documents.
         certain: whether the second is better beyond doubt: at most 3 % of such claims are wrong. None for
             fewer than five documents.
+        better: number of documents in which the loss of the second is lower.
     """
 
     length: int
@@ -84,6 +85,7 @@ class Difference:
     ratio: float
     documents: int
     certain: bool | None = None
+    better: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
@@ -111,7 +113,8 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
     low, high = mean_interval(differences, terms) or (None, None)
     strict = mean_interval(differences, terms, quantile=_CERTAIN) if len(terms) >= FEWEST_TO_DECIDE else None
     certain = None if strict is None else strict[1] < 0
-    return Difference(length, nats, low, high, ppl(nats), len(terms), certain)
+    better = sum(difference < 0 for difference in differences)
+    return Difference(length, nats, low, high, ppl(nats), len(terms), certain, better)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
         (sums, terms), (before, _) = of.result.between(TRAINED, 64), rows[1].result.between(TRAINED, 64)
         assert terms.tolist() == [32] * 4
         assert change.ratio == pytest.approx(math.exp((sums.sum() - before.sum()) / 128))
+        assert change.better == (sums < before).sum()
     assert against_cropped([rows[0], rows[2]]) == []
     assert against_cropped([rows[1]]) == []
     other = replace(rows[2], result=replace(rows[2].result, data="f" * 16))
@@ -91,7 +92,7 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
 
 
 def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:
-    plain, cropped, linear = three_rows()
+    _, cropped, linear = three_rows()
     tuned = replace(linear, label="linear + LoRA", adapter="a")
     control = replace(cropped, label="none + LoRA, cropped", adapter="b")
 
@@ -104,7 +105,7 @@ def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:
     assert pairs(linear, tuned, control) == [("linear + LoRA", control.label)]
     text = markdown_report(both)
     assert "divided by that of the control" in text
-    assert f"with an adapter is {control.label}, and of the others {cropped.label}." in text
+    assert f"with an adapter is {control.label}; of the others, {cropped.label}." in text
     assert "than cropping after training" in text
     alone = markdown_report([linear, tuned, cropped])
     assert f"divided by that of {cropped.label}" in alone

@@ -220,7 +220,7 @@ NAN = float("nan")
         ([judged("yarn", 0.9, 1.0)], ["yarn"], "Not decided yet: not wholly measured are yarn."),
         ([judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], ["yarn"], "Use ntk."),
         ([PLAIN, RUN], [], "No row can be judged: all are controls"),
-        # The best row is the one with the lowest perplexity, not the one that gains most over its own control.
+        # The best row has the lowest perplexity. It need not gain most over its own control.
         ([judged("yarn", 0.9, 1.0), replace(CONTROL, label="LoRA, cropped", adapter="a", target_length=32,
           result=replace(judged("", 0.8, None).result, protocol="cropped", window=32)),
           judged("ntk", 0.75, 1.0, adapter="b", target_length=64)], [], "Use ntk."),
