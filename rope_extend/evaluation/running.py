@@ -123,7 +123,7 @@ def run(
                 store = CellStore(where, identity, rank)
                 stack.callback(store.close)
         assert store is not None
-        mine = [cell for cell in cells[rank::count] if cell.digest not in finished]
+        mine = [cell for cell in cells if cell.digest not in finished][rank::count]
         if finished:
             logger.info("%d of %d cells are finished", len(finished), len(cells))
             _found(measurement, store, cells)  # refuses damaged cells, before others are measured
