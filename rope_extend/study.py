@@ -63,7 +63,7 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     trained = rows[0].trained_length if rows else None
     if trained is not None and config.target_length <= trained:
         return [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
-    ppl = {row.label: row.result.ppl.get(config.target_length, math.inf) for row in rows}
+    ppl = {row.label: row.result.ppl[row.result.max_length] for row in rows if row.result}
     judged = sorted(
         verdicts(rows), key=lambda each: ppl[each.label] if math.isfinite(each.ratio) else math.inf
     )

@@ -50,10 +50,10 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     axes, label = canvas.axes, "loss, nats per token"
     longest = max((row.result.max_length for row in rows), default=1)
     control = next((row.result for row in rows if row.result.cropped and row.result.block_nll.size), None)
-    of_control = None if control is None else loss_by_group(control)[1]
+    of_control = np.zeros(0) if control is None else loss_by_group(control)[1]
     for row, style in line_styles(rows):
         positions, means = loss_by_group(row.result)
-        if control is not None and of_control is not None:
+        if control is not None:
             same = row.result.same_blocks(control)
             means = means - of_control if same else np.full(len(means), np.nan)
         draw_line(axes, positions, means, **style)
