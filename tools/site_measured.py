@@ -11,7 +11,8 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 SECTIONS = (
     ("results.md", "On source code"),
-    ("results.md", "Without training"),
+    ("results.md", "On books"),
+    ("results.md", "More methods"),
     ("training_free.md", "What they reach"),
     ("results.md", "Encodings instead of RoPE"),
 )
@@ -20,12 +21,14 @@ SECTIONS = (
 
 def measured(name: str) -> str:
     """The tables of a method: the controls, and its own rows; without a row, a sentence that says so."""
-    parts = []
+    parts, rows_of = [], {"longrope": r"longrope|searched\.json"}.get(name, name)
     for page, section in SECTIONS:
         title, head, rule, rows = first_table((DOCS / page).read_text(encoding="utf-8"), section)
-        ours = [row for row in rows if re.search(rf"\b{name}\b", label(row)) and not is_control(row)]
+        ours = [row for row in rows if re.search(rf"\b({rows_of})\b", label(row)) and not is_control(row)]
         if ours or name == "none":
-            table = [head, rule, *(row for row in rows if is_control(row)), *ours]
+            trained = any("LoRA" in label(row) for row in ours)
+            controls = [row for row in rows if is_control(row) and (trained or "LoRA" not in label(row))]
+            table = [head, rule, *controls, *ours]
             anchor = section.lower().replace(" ", "-")
             parts.append(f"Perplexity, from [{title}](../{page}#{anchor}):\n\n" + "\n".join(table))
     return "\n\n".join(parts) or "It has no row in the tables of perplexities yet."
@@ -46,5 +49,5 @@ def label(row: str) -> str:
 
 
 def is_control(row: str) -> bool:
-    """Whether the row is plain RoPE, or that with a cropped context."""
-    return label(row) == "none" or label(row).startswith("none, cropped")
+    """Whether the row is plain RoPE, trained or not, or that with a cropped context."""
+    return re.match(r"none($|, cropped| \+ LoRA)", label(row)) is not None

@@ -40,8 +40,9 @@ def mean_interval(
 ) -> tuple[float, float] | None:
     """Interval of `Σ sums / Σ terms` over documents, of which these are a sample; by default of 95 %.
 
-    The mean, plus and minus its jackknife error times a quantile of Student's t. Documents of unequal length
-    count as fewer: as many as `(Σ terms)² / Σ terms²`.
+    The mean, plus and minus its HC3 error (MacKinnon and White, 1985) times a quantile of Student's t. That
+    error is a little wider than the jackknife's. Documents of unequal length count as fewer: as many as
+    `(Σ terms)² / Σ terms²`.
 
     Args:
         sums: sum of each document's losses in nats, or of the differences of two measurements.

@@ -179,11 +179,13 @@ class ManyShot(Task):
     """Examples that fill the prompt: an invented word and its label, which is to be found in the examples.
 
     This is many-shot learning (2404.11018): the longer the prompt, the more examples there are of a word.
-    The last lines are the questions, so that one forward answers all of them.
+    The first examples show each word once, those after them draw words at random. The last lines are the
+    questions, each for another word, so that one forward answers all of them.
 
     Attributes:
-        words: number of words, each with a label of its own; examples draw from them at random.
-        questions: number of lines whose labels are the answers.
+        words: number of words; each has one of 81 labels.
+        questions: number of lines whose labels are the answers. Their words have examples, if a line has at
+            most 16 tokens.
     """
 
     new_tokens: int = 0
@@ -199,15 +201,19 @@ class ManyShot(Task):
         labels: dict[str, str] = {}
         while len(labels) < self.words:
             labels[_invented(rng)] = rng.choice(_NOUNS)
-        words = rng.choices(list(labels), k=tokens // 3 + 16 + self.questions)
-        lines = [f"{word}: {labels[word]}\n" for word in words]
-        examples, asked = "".join(lines[self.questions :]), "".join(lines[: self.questions])
+        words = [*labels]
+        shown = words[: max(self.questions, tokens // 16 - self.questions)]
+        asked = rng.sample(shown, self.questions)
+        words += rng.choices(words, k=tokens // 3 + 16)
+        examples, questions = (
+            "".join(f"{word}: {labels[word]}\n" for word in each) for each in (words, asked)
+        )
         return Draft(
             "Each line has an invented word and its label.\n",
-            lambda size: examples[:size],
+            lambda size: examples[: examples.rfind("\n", 0, size) + 1],
             "",
-            f"\n{asked}"[:-1],
-            tuple(labels[word] for word in words[: self.questions]),
+            f"\n{questions}"[:-1],
+            tuple(labels[word] for word in asked),
         )
 
 

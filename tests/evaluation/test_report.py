@@ -25,6 +25,7 @@ from rope_extend.plots.style import Canvas
 from rope_extend.report.page import Picture, markdown, page
 from rope_extend.report.tables import Code, Section
 
+DOCS = Path(__file__).parents[2] / "docs"
 TRAINED = 32
 BASIC = (
     "results.jsonl", "report.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html",
@@ -282,13 +283,27 @@ def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
     assert compare(rows[0], replace(rows[0], label="c")).differences
 
 
-def test_the_tables_of_the_results_are_those_of_their_cells() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    cells = [json.loads(line) for line in (docs / "results" / "code" / "cells.jsonl").open()][1:]
-    tables = table_parts(collect(cells, [*dict.fromkeys(cell["label"] for cell in cells)]))
-    lines = {line for table in tables for line in table.markdown().splitlines() if line[0:1] == "|"}
-    assert len(lines) > 20
-    assert lines <= {*(docs / "results.md").read_text().splitlines()}
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in DOCS.glob("results/*/cells.jsonl")))
+def test_the_tables_of_the_results_are_those_of_their_cells(name: str) -> None:
+    lines = {line for table in measured(name) for line in table.markdown().splitlines() if line[0:1] == "|"}
+    assert len(lines) > 3
+    assert lines <= {*(DOCS / "results.md").read_text().splitlines()}
+
+
+def test_the_table_of_the_readme_is_that_of_its_cells() -> None:
+    levels, gains, _ = ({line[0]: line[1:] for line in table.lines} for table in measured("code"))
+    text = (DOCS.parent / "README.md").read_text()
+    _, _, *rows = re.search(r"^\|.*/ control .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
+    assert len(rows) == 6
+    for name, short, long, *gain in ([cell.strip() for cell in line.strip("|").split("|")] for line in rows):
+        assert [short, long] == [levels[name][0], levels[name][-1]]
+        assert gain == gains.get(name, ["", "–", "–"])[1:]
+
+
+def measured(name: str) -> list[Any]:
+    """The tables of the committed cells of a measurement."""
+    cells = [json.loads(line) for line in (DOCS / "results" / name / "cells.jsonl").open()][1:]
+    return table_parts(collect(cells, [*dict.fromkeys(cell["label"] for cell in cells)]))
 
 
 def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:

@@ -122,19 +122,21 @@ def test_a_chain_of_variables_can_be_followed() -> None:
 
 
 def test_the_label_of_a_word_follows_from_its_examples() -> None:
-    """Longer prompts have more examples of each word."""
-    known, task = {}, ManyShot(words=200, questions=30)
+    """Longer prompts have more examples of each word. No question answers another one."""
+    shots, task = [], ManyShot(words=100, questions=30)
     for length in (1000, 2400):
         prompt = make_prompt(task, PLAIN, length, chat="off")
-        lines = [line.split(": ") for line in prompt.text.splitlines()[1:]]
-        examples, asked = lines[:-31], lines[-30:]  # the line between is cut
-        labels = dict(examples)
-        assert all(labels[word] == label for word, label in examples)
+        lines = prompt.text.splitlines()[1:]
+        examples, asked = ([line.split(": ") for line in each] for each in (lines[:-30], lines[-30:]))
+        if set(lines[-31]) <= {*" ."}:  # fills the prompt to its exact length
+            examples.pop()
+        assert {*(line[0] for line in examples)} >= {word for word, _ in asked}
+        assert len(dict(asked)) == 30
         assert [label for _, label in asked] == [*prompt.answers]
-        known[length] = [labels.get(word) for word, _ in asked]
-        wrong = [label for label, right in zip(known[length], prompt.answers, strict=True) if label != right]
-        assert {*wrong} <= {None}
-    assert 0 < sum(map(bool, known[1000])) < sum(map(bool, known[2400])) < 30
+        assert {*map(tuple, asked)} <= {*map(tuple, examples)}
+        assert len({*map(tuple, examples)}) == len(dict(examples))
+        shots.append(len(examples))
+    assert shots[0] < 100 < shots[1]
     assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
 
 
