@@ -64,19 +64,20 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     if trained is not None and config.target_length <= trained:
         return [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
     ppl = {row.label: row.result.ppl[row.result.max_length] for row in rows if row.result}
-    judged = sorted(
-        verdicts(rows), key=lambda each: ppl[each.label] if math.isfinite(each.ratio) else math.inf
-    )
+    finite = {label for label, value in ppl.items() if math.isfinite(value)}
+    judged = sorted(verdicts(rows), key=lambda each: ppl[each.label] if each.label in finite else math.inf)
     whole = [verdict for verdict in judged if verdict.label not in missing]
     good = [verdict for verdict in whole if verdict.success]
     if good:
         said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
         return [*said, *(f"{verdict.label} meets them too." for verdict in good[1:])]
-    if judged and not missing and not any(math.isfinite(verdict.ratio) for verdict in judged):
+    if judged and not missing and not any(verdict.label in finite for verdict in judged):
         return [f"No row has a finite perplexity at {target}: check the weights, and the dtype."]
     undecided, more = [verdict for verdict in whole if verdict.success is None], list[str]()
     if missing:
         first = f"Not decided yet: not wholly measured are {', '.join(missing)}."
+    elif not ppl:
+        first = "No row can be judged: no perplexity was measured; give long documents (--data)."
     elif not judged:
         first = "No row can be judged: all are controls, or the control with a cropped context is missing."
     elif undecided:

@@ -21,8 +21,9 @@ Values = Mapping[str, Any]
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRow]:
     """Put finished cells together as rows, on the documents that all of them have.
 
-    Documents are known by their tokens: two files of one name in two folders are two documents. Rows without
-    the first one are left out. If no row has a document, those that answered prompts are the rows.
+    Documents are known by their tokens: two files of one name in two folders are two documents. A row is left
+    out if the others would share less than half of their documents with it. If no row has a document, those
+    that answered prompts are the rows.
 
     Args:
         cells: the values of finished cells.
@@ -34,9 +35,15 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRo
         if values["kind"] == PERPLEXITY:
             result = PerplexityResult.from_dict(values["result"])
             measured.setdefault(values["label"], {})[result.data] = result
-    documents = next(([*measured[label]] for label in labels if label in measured), [])
-    begun = [label for label in labels if documents and documents[0] in measured.get(label, {})]
-    shared = [data for data in documents if all(data in measured[label] for label in begun)]
+    ranked = [label for label in labels if label in measured]
+    ranked.sort(key=lambda label: len(measured[label]), reverse=True)
+    begun, shared = list[str](), list[str]()
+    for n in range(len(ranked), 0, -1):
+        rows = [measured[label] for label in ranked[:n]]
+        shared = [data for data in rows[0] if all(data in row for row in rows)]
+        if 2 * len(shared) >= len(rows[0]):
+            begun = [label for label in labels if label in ranked[:n]]
+            break
     answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
     about = {values["label"]: values for values in cells}
     return [

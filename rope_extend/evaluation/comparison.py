@@ -190,24 +190,20 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
 
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare each row with plain RoPE whose context is cropped, on the targets beyond the trained window.
+    """Compare each row with its control, on the targets beyond the trained window.
 
     At a length N these are the targets from the trained window to N, in the pass over the longest length.
-    Within the window both models read the same, so its targets would only hide the difference. A row with an
-    adapter is compared with the control that has one, if it was measured: training helps without a longer
-    context too. Empty without a control. Rows on other texts or of other protocols are left out.
+    Within the window both models read the same, so its targets would only hide the difference. Empty without
+    a control. Rows on other texts or of other protocols are left out.
     """
-    controls = [row for row in rows if row.cropped and row.method == "none" and row.result]
-    plain = next((row for row in controls if row.adapter is None), None)
-    tuned = next((row for row in controls if row.adapter is not None), plain)
     compared = []
     for row in rows:
-        base = plain if row.adapter is None else tuned
-        trained = None if base is None else base.trained_length
-        if base is None or trained is None or row.cropped or not row.result.same_blocks(base.result):
+        control = row.control_in(rows)
+        if row.cropped or control is None or (start := control.trained_length) is None:
             continue
-        if lengths := sorted(n for n in row.result.ppl if n > trained):
-            compared.append(Comparison(base, row, [_beyond(base, row, trained, n) for n in lengths]))
+        if lengths := sorted(n for n in row.result.ppl if n > start):
+            beyond = [_beyond(control, row, start, n) for n in lengths]
+            compared.append(Comparison(control, row, beyond))
     return compared
 
 

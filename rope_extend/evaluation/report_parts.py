@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -56,21 +57,21 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
         lines: list[Line] = [["", *map(format_length, lengths), "better in"]]
         for gain in gains:
             by_length = {change.length: change for change in gain.differences}
-            better = f"{gain.longest.better} of {gain.longest.documents}"
+            change = gain.longest
+            better = f"{change.better} of {change.documents}" if math.isfinite(change.nats) else "–"
             lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths), better])
         window = format_length(gains[0].first.trained_length or 0)
-        controls = {gain.second.adapter is not None: gain.first.label for gain in gains}
-        several = len({*controls.values()}) > 1
+        controls: dict[str, list[str]] = {}
+        for gain in gains:
+            controls.setdefault(gain.first.label, []).append(gain.second.label)
         notes = [
             f"On the targets from {window} to each length, in the pass over the longest one. Below 1, the "
             "longer context helps. In brackets, the 95 % interval over documents.",
             "Better in: documents that are below 1 at the longest length.",
         ]
-        if several:
-            notes.append(
-                f"The control of rows with an adapter is {controls[True]}; of the others, {controls[False]}."
-            )
-        of = "the control" if several else gains[0].first.label
+        if len(controls) > 1:
+            notes += [f"The control “{label}” is that of: {', '.join(of)}." for label, of in controls.items()]
+        of = "the control" if len(controls) > 1 else gains[0].first.label
         parts.append(Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
@@ -291,6 +291,23 @@ class EvaluationRow:
     def cropped(self) -> bool:
         """Whether the context was cropped. Then this is a control, not a result."""
         return self.result.cropped or self.retrieval.crop is not None
+
+    def control_in(self, rows: Sequence[EvaluationRow]) -> EvaluationRow | None:
+        """The row that this one is compared with beyond the trained window; None if it was not measured.
+
+        It is plain RoPE with its context cropped, on the same text. For a row with an adapter it is the
+        control with this adapter, else the best control that has one: training helps without a longer context
+        too.
+        """
+
+        def rank(control: EvaluationRow) -> tuple[bool, bool, bool, float]:
+            ppl = control.result.ppl[control.result.max_length]
+            return not math.isfinite(ppl), control.adapter != self.adapter, control.adapter is None, ppl
+
+        controls = [row for row in rows if row.cropped and row.method == "none"]
+        if self.adapter is None:
+            controls = [row for row in controls if row.adapter is None]
+        return min((row for row in controls if self.result.same_blocks(row.result)), key=rank, default=None)
 
     @property
     def is_extended(self) -> bool:

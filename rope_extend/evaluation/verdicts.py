@@ -82,7 +82,7 @@ def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str]
     note = (
         "Success: better than the cropped context beyond doubt (at most 3% of such claims are wrong), "
         f"at least {LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
-        f"{MOST_COST - 1:.0%} more perplexity within the trained window."
+        f"{MOST_COST - 1:.0%} more perplexity within the trained window than plain RoPE before training."
     )
     return [Section("In short", notes=[*said, note])]
 
@@ -106,7 +106,7 @@ def _gain(comparison: Comparison) -> Criterion:
     if change.clear and change.certain is False and change.nats < 0:  # success needs more than the interval
         unclear = ", too uncertain for a success"
     said = f"{words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
-    if change.certain is None and change.nats < 0:
+    if change.certain is None and (change.nats < 0 or not change.clear):
         return f"{said}; {FEWEST_TO_DECIDE} documents decide", None
     return said, bool(change.certain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,22 +43,21 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
 def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw the mean loss in nats per token against the position of the predicted token.
 
-    Rows with a control whose context is cropped are drawn as their difference from it, on an axis that is
+    Rows with a control whose context is cropped are drawn as their difference from theirs, on an axis that is
     logarithmic beyond 0.1 nats: texts differ far more from place to place than rows do in one place.
     Arguments and errors are those of `plot_perplexity`.
     """
     canvas = Canvas(path, "Loss by position", room=16)
     axes, label = canvas.axes, "loss, nats per token"
     longest = max((row.result.max_length for row in rows), default=1)
-    control = next((row.result for row in rows if row.result.cropped and row.result.block_nll.size), None)
-    of_control = np.zeros(0) if control is None else loss_by_group(control)[1]
+    controls = {id(row): row.control_in(rows) for row in rows}
     for row, style in line_styles(rows):
         positions, means = loss_by_group(row.result)
-        if control is not None:
-            same = row.result.same_blocks(control)
-            means = means - of_control if same else np.full(len(means), np.nan)
+        if any(controls.values()):
+            control = controls[id(row)]
+            means = means - (loss_by_group(control.result)[1] if control else math.nan)
         draw_line(axes, positions, means, **style)
-    if control is not None:
+    if any(controls.values()):
         label = f"{label}, minus that of the cropped context"
         axes.set_yscale("symlog", linthresh=0.1)
         axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.05, 0, 0.05, 0.1, 1, 10]))

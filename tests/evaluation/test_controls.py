@@ -105,11 +105,33 @@ def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:
     assert pairs(linear, tuned, control) == [("linear + LoRA", control.label)]
     text = markdown_report(both)
     assert "divided by that of the control" in text
-    assert f"with an adapter is {control.label}; of the others, {cropped.label}." in text
+    assert f"The control “{control.label}” is that of: linear + LoRA." in text
     assert "than cropping after training" in text
     alone = markdown_report([linear, tuned, cropped])
     assert f"divided by that of {cropped.label}" in alone
     assert "than cropping before training" in alone
+
+
+def test_of_several_trained_controls_the_best_decides_whatever_their_order() -> None:
+    """But an adapter that was measured with a cropped context too is compared with that."""
+    _, cropped, linear = three_rows()
+    tuned = replace(linear, label="linear + LoRA", adapter="a")
+
+    def pair(name: str, level: float) -> list[EvaluationRow]:
+        ppl = {n: value * level for n, value in cropped.result.ppl.items()}
+        control = replace(
+            cropped, label=f"{name}, cropped", adapter=name, result=replace(cropped.result, ppl=ppl)
+        )
+        return [replace(linear, label=name, adapter=name), control]
+
+    good, weak, broken = pair("good", 0.9), pair("weak", 1.1), pair("broken", math.nan)
+    for others in ([*good, *weak, *broken], [*broken, *weak, *good]):
+        found = {one.second.label: one.first.label for one in against_cropped([cropped, tuned, *others])}
+        assert found == {
+            "linear + LoRA": "good, cropped", "good": "good, cropped", "weak": "weak, cropped",
+            "broken": "good, cropped",
+        }  # fmt: skip
+    assert tuned.control_in([cropped, *broken]) is cropped
 
 
 def test_rows_with_other_targets_are_not_compared() -> None:

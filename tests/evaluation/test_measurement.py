@@ -199,6 +199,14 @@ def test_another_measurement_is_not_resumed(
     assert {path: path.read_bytes() for path in whole[1].rglob("*") if path.is_file()} == before
 
 
+def test_a_resumed_row_has_the_window_that_is_asked_for_now(work: Path, tmp_path: Path) -> None:
+    common = settings_of(work, output=str(tmp_path / "out"), methods=("as-is", "yarn"), lengths=(32, 64, 128))
+    for trained in (64, 32):
+        config = EvaluationConfig(**{**common, "trained_length": trained})
+        rows = rx.evaluate(config, resume=trained == 32, progress=False)
+        assert {row.trained_length for row in rows} == {trained}
+
+
 def test_one_process_writes_to_a_directory(work: Path, tmp_path: Path) -> None:
     config = config_of(work, output=str(tmp_path), methods=("none",))
     with only_writer(tmp_path, "measurement"), pytest.raises(RopeExtendError, match="another measurement is"):
@@ -374,8 +382,12 @@ def test_rows_are_compared_on_the_documents_that_all_have() -> None:
         rows = collect(some, labels)
         assert [each.label for each in rows] == labels[:shared]
         assert {each.result.documents for each in rows} == {documents}
-    other = [each for each in cells if (each["label"], each["document"]) != ("ntk", "a")]
-    assert [each.label for each in collect(other, labels)] == ["none", "yarn"]
+    # A new document, or a new row, takes nothing away that was measured before.
+    begun = [values(label, document, 1.0) for document in "bcdefg" for label in labels[:3]]
+    for new in (values("none", "a", 1.0), values("later", "b", 1.0)):
+        found = collect([new, *begun], labels)
+        assert [(each.label, each.result.documents) for each in found] == [(label, 6) for label in labels[:3]]
+    assert len(collect([*begun, values("later", "z", 1.0)], labels)) == 3
     assert collect([], labels) == []
 
 

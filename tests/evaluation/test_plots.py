@@ -113,6 +113,11 @@ def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> No
     assert not lines(drawn[1].axes)["cropped"].get_ydata().any()
     x, y = lines(drawn[1].axes)["better"].get_data()
     np.testing.assert_allclose(y, -0.5 * (x > 128), atol=1e-12)
+    # A row with an adapter: from the control that was trained too, as in the tables.
+    trained = replace(control, label="trained", adapter="a")
+    trained = replace(trained, result=replace(trained.result, block_nll=better.result.block_nll))
+    plots.plot_loss_by_position([control, trained, replace(better, adapter="b")], tmp_path / "c.png")
+    assert not lines(drawn[2].axes)["better"].get_ydata().any()
 
 
 def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import cells
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
-from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.report_files import markdown_report
+from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.evaluation.running import Found
 from rope_extend.evaluation.statistics import (
     Difference,
@@ -137,6 +138,19 @@ def test_what_is_not_finite_is_not_called_unmeasured() -> None:
     assert "none, cropped to 32 has no finite perplexity" in verdict.gain
     assert verdict.cost.endswith("no finite perplexity with none")
     assert verdict.success is None
+    said = decision([broken(plain), broken(control), tuned], StudyConfig(model="m", target_length=64))
+    assert said.notes[0].startswith("Not decided yet")  # the row itself is finite
+    text = markdown_report([broken(plain), broken(control), tuned])
+    assert re.search(r"\| yarn \+ LoRA +\|  *nan \|  *– \|", text)  # not "0 of 5" documents
+
+
+def test_three_documents_decide_only_what_is_clear() -> None:
+    for nats, clear, decided in ((-0.01, False, None), (0.01, False, None), (0.05, True, False)):
+        change = Difference(64, nats, nats - 0.02, nats + 0.02, math.exp(nats), 3, None)
+        assert change.clear == clear
+        assert (
+            _gain(Comparison(row("control", "none", 2.0), row("yarn", "yarn", 2.0), [change]))[1] is decided
+        )
 
 
 def test_what_is_not_measured_leaves_the_verdict_open() -> None:
@@ -231,6 +245,12 @@ def test_the_verdict(rows: Sequence[EvaluationRow], missing: list[str], said: st
     assert " ".join(verdict.notes).startswith(said)
     trains = any("rope-extend advise" in item for item in verdict.notes)
     assert trains == said.startswith("No row meets")
+
+
+def test_a_report_on_tasks_alone_says_what_is_missing() -> None:
+    rows = [replace(each, result=PerplexityResult()) for each in (PLAIN, judged("yarn", 1.0, 1.0))]
+    found = decision(rows, StudyConfig(model="m", target_length=64)).notes
+    assert found == ["No row can be judged: no perplexity was measured; give long documents (--data)."]
 
 
 def test_the_next_command_has_the_same_window_and_no_folder_of_the_author(work: Path, tmp_path: Path) -> None:
