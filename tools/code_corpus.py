@@ -82,14 +82,18 @@ def main() -> None:
         ) from None
     if arguments.output.exists():
         raise SystemExit(f"{arguments.output} exists; give another --output, or remove it")
-    partial = arguments.output.with_name(f"{arguments.output.name}.partial")
-    for part, name, requirement, digest, licence in packages:
-        text = download(requirement, digest)
-        file = partial / part / f"{name}.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {licence}", flush=True)
-    partial.rename(arguments.output)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=arguments.output.parent
+    ) as folder:  # so an interruption leaves nothing
+        corpus = Path(folder) / "corpus"
+        for part, name, requirement, digest, licence in packages:
+            text = download(requirement, digest)
+            file = corpus / part / f"{name}.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {licence}", flush=True)
+        corpus.rename(arguments.output)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ SECTIONS = (
 
 def measured(name: str) -> str:
     """The tables of a method: the controls, and its own rows; without a row, a sentence that says so."""
-    parts, rows_of = [], {"longrope": r"longrope|searched\.json"}.get(name, name)
+    parts, pattern = [], rf"\b({'longrope|searched.json' if name == 'longrope' else name})\b"
     for page, section in SECTIONS:
         title, head, rule, rows = first_table((DOCS / page).read_text(encoding="utf-8"), section)
-        ours = [row for row in rows if re.search(rf"\b({rows_of})\b", label(row)) and not is_control(row)]
+        ours = [row for row in rows if re.search(pattern, label(row)) and not is_control(row)]
         if ours or name == "none":
             trained = any("LoRA" in label(row) for row in ours)
             controls = [row for row in rows if is_control(row) and (trained or "LoRA" not in label(row))]

@@ -217,11 +217,10 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     """What is measured so far."""
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
-    about = {
-        "trained_length": measurement.trained
-    }  # as asked for now, whatever it was when a cell was measured
+    # The trained window is the one asked for now, whatever it was when a cell was measured.
+    now = {"trained_length": measurement.trained}
     try:
-        rows = collect([{**each, **about} for each in values if each is not None], labels)
+        rows = collect([{**each, **now} for each in values if each is not None], labels)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise RopeExtendError(
             f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "

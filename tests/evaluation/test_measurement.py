@@ -382,6 +382,10 @@ def test_rows_are_compared_on_the_documents_that_all_have() -> None:
         rows = collect(some, labels)
         assert [each.label for each in rows] == labels[:shared]
         assert {each.result.documents for each in rows} == {documents}
+    other = [each for each in cells if (each["label"], each["document"]) != ("ntk", "a")]
+    assert [(each.label, each.result.documents) for each in collect(other, labels)] == [
+        (label, 1) for label in labels[:3]
+    ]
     # A new document, or a new row, takes nothing away that was measured before.
     begun = [values(label, document, 1.0) for document in "bcdefg" for label in labels[:3]]
     for new in (values("none", "a", 1.0), values("later", "b", 1.0)):

@@ -286,7 +286,7 @@ def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in DOCS.glob("results/*/cells.jsonl")))
 def test_the_tables_of_the_results_are_those_of_their_cells(name: str) -> None:
     lines = {line for table in measured(name) for line in table.markdown().splitlines() if line[0:1] == "|"}
-    assert len(lines) > 3
+    assert len(lines) > {"code": 20}.get(name, 3)
     assert lines <= {*(DOCS / "results.md").read_text().splitlines()}
 
 
