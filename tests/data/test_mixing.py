@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -119,3 +120,22 @@ def test_the_source_that_is_too_short_is_named(work: Path, tmp_path: Path) -> No
     )  # fmt: skip
     with pytest.raises(RopeExtendError, match=r"source '.*short.txt' of data: 1 documents .*; give more"):
         finetune(recipe)
+
+
+def test_a_control_reads_the_tokens_of_the_long_blocks() -> None:
+    """`tools/halved_blocks.py` puts each half where the order of a run finds it in the step of its block."""
+    halves = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "halved_blocks.py"))["halves"]
+
+    class Characters:
+        @staticmethod
+        def decode(ids: torch.Tensor) -> str:
+            return "".join(map(chr, ids.tolist()))
+
+    documents = [Document(str(n), torch.arange(512 * 3 + 100 * n) + 5000 * n) for n in range(5)]
+    texts = halves(documents, Characters, 512, 4, 3)
+    halved = [Document(text, torch.tensor([ord(each) for each in text])) for text in texts]
+    long = Mixture([cut_blocks(documents, 512)], seed=3)
+    control = Mixture([cut_blocks(halved, 256)], seed=3)
+    for step in range(4):
+        read = [control[2 * step + half]["input_ids"] for half in range(2)]
+        assert torch.equal(torch.cat(read), long[step]["input_ids"])
