@@ -122,7 +122,7 @@ class PositionCollator:
         drawn: number of sequences before the first call, for a resumed run.
 
     Raises:
-        RopeExtendError: an unknown name.
+        RopeExtendError: an unknown name, or a negative seed.
     """
 
     def __init__(self, sampler: str, target_length: int, *, seed: int = 0, drawn: int = 0) -> None:
@@ -130,6 +130,8 @@ class PositionCollator:
             raise RopeExtendError(
                 f"no position sampler is named {sampler!r}; use one of {', '.join(SAMPLERS)}"
             )
+        if seed < 0:
+            raise RopeExtendError(f"seed must be at least 0; got {seed}")
         self.sampler, self.target_length, self.seed, self.drawn = sampler, target_length, seed, drawn
 
     def positions(self, length: int, number: int) -> Ints:

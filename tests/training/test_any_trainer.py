@@ -326,6 +326,7 @@ def extended() -> Any:
         ({"packing": True, "model": None}, "needs the extended model"),
         ({"positions": "pose", "model": None}, "needs the extended model"),
         ({"positions": "pse"}, "no position sampler is named 'pse'; use one of pose"),
+        ({"positions": "pose", "seed": -1}, "seed must be at least 0; got -1"),
         ({"positions": "pose", "length": 512}, "3 to 256 tokens"),
         ({"length": 500}, "none of 1 documents has 500 tokens"),
         ({"packing": True, "length": 500}, "400 tokens together"),
