@@ -137,7 +137,10 @@ def _check(record: Mapping[str, Any]) -> None:
     cells = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
     EvaluationRow.from_dict({**record, "retrieval": {**record, "cells": cells}})
     whole = isinstance(record["cell"], str) and isinstance(record["identity"], dict)
-    whole &= bool(trials) or (record["kind"] == PERPLEXITY and bool(record["result"]["block_nll"]))
+    if record["kind"] == PERPLEXITY:
+        whole &= bool(record["result"]["block_nll"]) and isinstance(record["document"], str)
+    else:
+        whole &= bool(trials)
     if not whole or any(type(trial["trial"]) is not int for trial in trials):
         raise ValueError("no finished cell")
 

@@ -34,6 +34,7 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRo
     for values in cells:
         if values["kind"] == PERPLEXITY:
             result = PerplexityResult.from_dict(values["result"])
+            result = replace(result, document_names=[values["document"]])
             measured.setdefault(values["label"], {})[result.data] = result
     ranked = [label for label in labels if label in measured]
     ranked.sort(key=lambda label: len(measured[label]), reverse=True)
@@ -83,6 +84,7 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         document_nll=nll,
         document_terms=terms,
+        document_names=[name for result in results for name in result.document_names],
     )
 
 

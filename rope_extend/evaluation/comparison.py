@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.statistics import Difference, RateDifference, paired
+from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
 from rope_extend.units import format_length
 
 
@@ -50,6 +50,14 @@ class Comparison:
     def longest(self) -> Difference:
         """The difference of the losses at the longest length."""
         return max(self.differences, key=lambda change: change.length)
+
+    def by_document(self, length: int) -> list[tuple[str, float]]:
+        """The name of each document and its ratio, on the targets from the trained window to `length`."""
+        first, second = self.first.result, self.second.result
+        base, terms = first.between(self.first.trained_length or 0, length)
+        losses, _ = second.between(self.first.trained_length or 0, length)
+        ratios = [ppl(nats) for nats in (losses - base) / terms]
+        return [*zip(second.document_names, ratios, strict=False)]  # older results have no names
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""

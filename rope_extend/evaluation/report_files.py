@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, compare, pairs
+from rope_extend.evaluation.comparison import Comparison, against_cropped, compare, pairs
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.output_directory import FILES, PROMPTS, RESULTS, TABLE, check_files
 from rope_extend.evaluation.prompts import Prompt
@@ -25,12 +25,13 @@ from rope_extend.evaluation.report_parts import (
     table_parts,
 )
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.statistics import plain
+from rope_extend.evaluation.statistics import plain, ppl
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.page import Part, markdown, write_pages
 from rope_extend.report.tables import writable
 from rope_extend.report.versions import versions
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +86,27 @@ def _lines(records: Iterable[dict[str, Any]]) -> str:
 
 
 def csv_table(rows: Sequence[EvaluationRow]) -> str:
-    """Perplexities and shares of solved trials in full precision, one line for each row and length."""
+    """All tables in full precision: one line for each row and length, and for each document of the gain."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "measured", "length", "value", "low", "high", "of"])
+    writer.writerow(["row", "measured", "length", "value", "low", "high", "of", "document"])
     for row in rows:
         for length, value in row.result.ppl.items():
             ends = row.result.interval(length) or ("", "")
-            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents])
+            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents, ""])
         for task in row.retrieval.tasks:
             for length in row.retrieval.lengths(task):
                 if rate := row.retrieval.rate(task, length):
-                    writer.writerow([row.label, task, length, rate.mean, rate.low, rate.high, rate.trials])
+                    values = rate.mean, rate.low, rate.high, rate.trials
+                    writer.writerow([row.label, task, length, *values, ""])
+    for gain in against_cropped(rows):
+        measured = f"beyond {format_length(gain.first.trained_length or 0)}, divided by {gain.first.label}"
+        for change in gain.differences:
+            low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
+            begin = gain.second.label, measured, change.length
+            writer.writerow([*begin, change.ratio, low, high, change.documents, ""])
+            for name, ratio in gain.by_document(change.length):
+                writer.writerow([*begin, ratio, "", "", 1, name])
     return text.getvalue()
 
 

@@ -56,6 +56,7 @@ class PerplexityResult:
         document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
             windows, for protocols that average windows). Intervals and paired comparisons need it.
         document_terms: number of losses (or windows) in each of these sums.
+        document_names: name of each document, without its directory.
         losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
             window by window; None unless requested. Never part of `to_dict`.
     """
@@ -77,6 +78,7 @@ class PerplexityResult:
     last: int | None = None
     document_nll: dict[int, list[float]] = field(default_factory=dict)
     document_terms: dict[int, list[int]] = field(default_factory=dict)
+    document_names: list[str] = field(default_factory=list)
     losses: dict[int, list[Losses]] | None = None
 
     def __bool__(self) -> bool:
@@ -147,6 +149,7 @@ class PerplexityResult:
         protocol_named(made.protocol)
         _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
         _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
+        _consistent(len(made.document_names) in (0, made.documents))
         _consistent(made.block_nll.shape == made.block_terms.shape)
         _consistent(made.block_nll.shape in ((0, 0), (made.documents, len(made.block_edges) - 1)))
         for length, counts in made.document_terms.items():

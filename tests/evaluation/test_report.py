@@ -181,7 +181,7 @@ def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
     spread = {n: [0.9 * a, b, 1.1 * c] for n, (a, b, c) in rows[0].result.document_nll.items()}
     rows[0] = replace(rows[0], result=replace(rows[0].result, document_nll=spread))
     records = [*csv.DictReader(csv_table(rows).splitlines())]
-    assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of"]
+    assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of", "document"]
     for each in rows:
         found = {
             int(record["length"]): float(record["value"])
@@ -300,10 +300,46 @@ def test_the_table_of_the_readme_is_that_of_its_cells() -> None:
         assert gain == gains.get(name, ["", "–", "–"])[1:]
 
 
+def test_the_csv_has_the_gain_of_each_document() -> None:
+    """As computed from the cells, and as the results say in words."""
+    cells, label = committed("code"), "jet_long"
+    lines = csv.DictReader(csv_table(rows_of(cells)).splitlines())
+    found = {
+        line["document"]: float(line["value"])
+        for line in lines
+        if (line["row"], line["measured"], line["length"])
+        == (label, "beyond 8k, divided by none, cropped to 8k", "16384")
+    }
+    mean, losses = found.pop(""), {}
+    for cell in cells:
+        sums = cell["result"]["block_nll"][0]  # 256 blocks up to 16k
+        losses[cell["label"], cell["document"]] = math.fsum(sums[len(sums) // 2 :]) / 8192
+    expected = {
+        name: math.exp(losses[label, name] - losses["none, cropped to 8k", name])
+        for row, name in losses
+        if row == label
+    }
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert len(found) == 16
+    assert mean == pytest.approx(math.prod(found.values()) ** (1 / len(found)), rel=1e-9)
+    said = re.findall(r"(?<![\d.])(\d+) % in `(\w+)`", (DOCS / "results.md").read_text())
+    assert len(said) >= 4
+    assert all(round(100 * (1 - found[f"{name}.txt"])) == int(gain) for gain, name in said)
+
+
+def committed(name: str) -> list[dict[str, Any]]:
+    """The committed cells of a measurement."""
+    return [json.loads(line) for line in (DOCS / "results" / name / "cells.jsonl").open()][1:]
+
+
+def rows_of(cells: list[dict[str, Any]]) -> list[EvaluationRow]:
+    """Cells as rows, in order."""
+    return collect(cells, [*dict.fromkeys(cell["label"] for cell in cells)])
+
+
 def measured(name: str) -> list[Any]:
     """The tables of the committed cells of a measurement."""
-    cells = [json.loads(line) for line in (DOCS / "results" / name / "cells.jsonl").open()][1:]
-    return table_parts(collect(cells, [*dict.fromkeys(cell["label"] for cell in cells)]))
+    return table_parts(rows_of(committed(name)))
 
 
 def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:
