@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.results import Counts, EvaluationRow, Floats, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
 from rope_extend.units import format_length
 
@@ -53,11 +53,9 @@ class Comparison:
 
     def by_document(self, length: int) -> list[tuple[str, float]]:
         """The name of each document and its ratio, on the targets from the trained window to `length`."""
-        first, second = self.first.result, self.second.result
-        base, terms = first.between(self.first.trained_length or 0, length)
-        losses, _ = second.between(self.first.trained_length or 0, length)
-        ratios = [ppl(nats) for nats in (losses - base) / terms]
-        return [*zip(second.document_names, ratios, strict=False)]  # older results have no names
+        first, second, terms = _sums(self.first, self.second, self.first.trained_length or 0, length)
+        ratios = [ppl(nats) for nats in (second - first) / terms]
+        return [*zip(self.second.result.document_names, ratios, strict=False)]  # older results have no names
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -216,5 +214,11 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
 
 def _beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
-    (first, terms), (second, _) = (each.result.between(start, length) for each in (base, row))
+    first, second, terms = _sums(base, row, start, length)
     return paired(length, first.tolist(), second.tolist(), terms.tolist())
+
+
+def _sums(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> tuple[Floats, Floats, Counts]:
+    """Each document's sum of losses from `start` to `length`, in both rows, and the number of its losses."""
+    (first, terms), (second, _) = (each.result.between(start, length) for each in (base, row))
+    return first, second, terms

@@ -185,9 +185,8 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     """The values of a cell."""
     about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
-        name = Path(measurement.documents[cell.number].name).name
         result = _perplexity(measurement, model, cell, bar)
-        return {**about, "document": name, "result": result.to_dict()}
+        return {**about, "document": result.document_names[0], "result": result.to_dict()}
     batch = measurement.batches[cell.number]
     task = measurement.tasks[batch[0].task]
     trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)

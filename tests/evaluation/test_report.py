@@ -293,7 +293,8 @@ def test_the_tables_of_the_results_are_those_of_their_cells(name: str) -> None:
 def test_the_table_of_the_readme_is_that_of_its_cells() -> None:
     levels, gains, _ = ({line[0]: line[1:] for line in table.lines} for table in measured("code"))
     text = (DOCS.parent / "README.md").read_text()
-    _, _, *rows = re.search(r"^\|.*/ control .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
+    _, rule, *rows = re.search(r"^\|.*/ control .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
+    assert re.fullmatch(r"\|( -+:? \|){5}", rule)
     assert len(rows) == 6
     for name, short, long, *gain in ([cell.strip() for cell in line.strip("|").split("|")] for line in rows):
         assert [short, long] == [levels[name][0], levels[name][-1]]
