@@ -88,7 +88,7 @@ lint: .venv/.dev
 
 # Nothing is installed: a machine with a GPU may have no network. NAMES chooses benchmarks; rows are kept.
 gpu:
-	$(GPU_PYTHON) -m pytest -q -m gpu -p no:cacheprovider
+	$(GPU_PYTHON) -m pytest -q -m gpu --ignore tests/front -p no:cacheprovider
 	$(GPU_PYTHON) benchmarks/run_benchmarks.py --device cuda --output benchmarks/gpu.jsonl $(NAMES)
 
 .venv/.docs: .venv/.runtime

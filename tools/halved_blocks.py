@@ -1,6 +1,6 @@
 """The text that a run with blocks of 16k reads, for a control with blocks of 8k: the same tokens each step.
 
-    python tools/halved_blocks.py corpus/train --model model/SmolLM2-135M-Instruct --blocks 60 \
+    python tools/halved_blocks.py corpus/train --model model/SmolLM2-135M-Instruct --blocks 120 \
         --output corpus/halved.jsonl
 
 Each line is half a block. The control reads the lines in the order of the blocks if it has the same seed,

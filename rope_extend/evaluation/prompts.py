@@ -11,6 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -254,6 +255,7 @@ def make_prompt(
         text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         return text + draft.lead.lstrip()
 
+    @cache  # a task that fills by lines writes the same text for several sizes
     def count(text: str) -> int:
         return len(encode(tokenizer, text, use_chat))
 

@@ -178,7 +178,7 @@ def _measure_all(
 
 def _seconds(work: float, done: float, begun: float) -> float:
     """The seconds that some work will take, at the speed of what is done since `begun`."""
-    return work * (time.perf_counter() - begun) / done if done else 0.0
+    return max(0.0, work) * (time.perf_counter() - begun) / done if done else 0.0
 
 
 def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:

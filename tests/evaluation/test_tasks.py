@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import prompts
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
 from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, VariableTracking, make_tasks
 
@@ -138,6 +139,20 @@ def test_the_label_of_a_word_follows_from_its_examples() -> None:
         shots.append(len(examples))
     assert shots[0] < 100 < shots[1]
     assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
+
+
+@pytest.mark.parametrize("trial", range(3))
+def test_no_text_is_tokenized_twice_to_fit_a_prompt(monkeypatch: pytest.MonkeyPatch, trial: int) -> None:
+    """A task that fills its prompt by lines writes few texts: tokenizing them again took most of the time."""
+    texts: list[str] = []
+
+    def counted(tokenizer: Any, text: str, chat: bool) -> list[int]:
+        texts.append(text)
+        return encode(tokenizer, text, chat)
+
+    monkeypatch.setattr(prompts, "encode", counted)
+    make_prompt(ManyShot(), PLAIN, 2000, trial=trial, chat="off")
+    assert len(texts) == len({*texts})
 
 
 def test_answers_are_scored_as_in_the_papers() -> None:

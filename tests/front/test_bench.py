@@ -128,7 +128,7 @@ def test_without_a_gpu_rows_say_not_measured(
         assert all("not measured" in line and "yet" in line for line in lines)
     made = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["ours"] for row in made] == [None] * 5
-    assert "8B model, bfloat16: time at 1,048,576 tokens" in made[2]["name"]
+    assert "8B model, bfloat16: time at 262,144 tokens" in made[2]["name"]
     assert "8B model, bfloat16 LoRA: longest window that trains" in made[3]["name"]
     for wrong in (["whole-curve", "--device", "cuda"], ["nothing"]):
         with pytest.raises(SystemExit):
