@@ -26,6 +26,8 @@ Identity = dict[str, Any]
 
 _IDENTITY = "identity"
 """Key of the first line."""
+_BEGINNING = f'{{"{_IDENTITY}": '.encode()
+"""The first bytes of a file."""
 
 _written: set[tuple[int, Path]] = set()
 """The directories of which a process is the only writer, with its id: a fork of it is not."""
@@ -185,7 +187,8 @@ class Journal:
     def _read(self, path: Path, advice: str) -> None:
         content = path.read_bytes()
         self._size = content.rfind(b"\n") + 1
-        os.truncate(path, self._size)
+        if not self._size and not content.startswith(_BEGINNING[: len(content)]):
+            raise RopeExtendError(f"{str(path)!r} holds no {self._holds}; {advice}")
         lines = content[: self._size].splitlines()
         for number, line in enumerate(lines, start=1):
             try:
@@ -213,6 +216,7 @@ class Journal:
                 raise RopeExtendError(
                     f"{str(path)!r} holds {self._holds} of other work, which differ in {changed}; {advice}"
                 )
+        os.truncate(path, self._size)  # a file of other work is left as it is
 
     def _write(self, path: Path, content: bytes) -> None:
         assert self._descriptor is not None

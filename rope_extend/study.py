@@ -72,7 +72,8 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
         return [*said, *(f"{verdict.label} meets them too." for verdict in good[1:])]
     if judged and not missing and not any(verdict.label in finite for verdict in judged):
-        return [f"No row has a finite perplexity at {target}: check the weights, and the dtype."]
+        those = "extended row" if finite else "row"
+        return [f"No {those} has a finite perplexity at {target}: check the weights, and the dtype."]
     undecided, more = [verdict for verdict in whole if verdict.success is None], list[str]()
     if missing:
         first = f"Not decided yet: not wholly measured are {', '.join(missing)}."

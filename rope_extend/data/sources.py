@@ -17,6 +17,7 @@ import json
 import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,31 @@ def source_files(source: Source) -> dict[Path, str]:
     if isinstance(source, str) and is_dataset(source):
         return {}
     entries = [source] if isinstance(source, str | Path) else source
-    return {path: name for entry in entries for path, name in _files(entry)}
+    files = {path: name for entry in entries for path, name in _files(entry)}
+    names, parts = files, 0
+    while len({*names.values()}) < len(names):  # several directories: with as much of the path as is needed
+        parts += 1
+        times = Counter(files.values())
+        names = {
+            path: name if times[name] == 1 else "/".join(path.parts[-len(Path(name).parts) - parts :])
+            for path, name in files.items()
+        }
+    return names
+
+
+def check_outside(output: str | Path, source: Source | None) -> None:
+    """Refuse an output directory inside a directory of texts: its files would be read as texts.
+
+    Raises:
+        RopeExtendError: the output lies in the directory of a source, or is that directory.
+    """
+    for entry in [source] if isinstance(source, str | Path) else source or ():
+        path = Path(expand_home(entry))
+        if os.path.isdir(path) and Path(output).resolve().is_relative_to(path.resolve()):
+            raise RopeExtendError(
+                f"the output directory {str(output)!r} lies in the data {str(entry)!r}, and its files would "
+                "be read as texts; choose an output directory outside"
+            )
 
 
 def read_texts(

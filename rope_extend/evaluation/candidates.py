@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,13 @@ class Candidates:
             remove_adapter(tuned)
             if patch_of_adapter is not None:
                 patch_of_adapter.remove()
+
+    def check_adapters(self, lm: Any, adapters: Collection[str | None]) -> None:
+        """Load some adapters once: one of another base model is refused before anything is measured."""
+        for adapter in self.records:
+            if adapter in adapters:
+                with quiet_patching(), self.prepared(lm, adapter=adapter):
+                    pass
 
     @contextmanager
     def _untrained(self, lm: Any, method: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import yaml
 
+from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, ModelConfig, RetrievalConfig
 from rope_extend.evaluation.labels import from_here
@@ -80,6 +81,7 @@ def measure(
     directory = None
     if config.output is not None:
         directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
+        check_outside(directory, config.data)
     measurement = Measurement(config)
 
     def report(found: Found) -> Found:

@@ -81,6 +81,7 @@ class Draft:
         question: text after the context.
         lead: beginning of the answer, which the model continues.
         answers: the expected answers.
+        least: characters of filler that hold what the question asks for.
     """
 
     opening: str
@@ -88,6 +89,7 @@ class Draft:
     question: str
     lead: str
     answers: tuple[str, ...]
+    least: int = 0
 
     def request(self, size: int, dots: int = 0) -> str:
         """The prompt without the lead; `dots` is the number of meaningless tokens after the context."""
@@ -259,7 +261,7 @@ def make_prompt(
     def count(text: str) -> int:
         return len(encode(tokenizer, text, use_chat))
 
-    minimum = count(write(0))
+    minimum = count(write(draft.least))
     if minimum > prompt_tokens:
         raise RopeExtendError(
             f"the task {task.name} needs about {minimum + task.new_tokens} tokens ({minimum} of prompt, "
@@ -288,7 +290,11 @@ def _fit(write: Callable[[int, int], str], count: Callable[[str], int], target: 
         rate = (high - low) / (many - few) if many > few else rate
         size = max(0, size + (round(gap * rate) or (1 if gap > 0 else -1)))
     best = max(size for size, tokens in sizes.items() if tokens <= target)
-    near = sorted(range(max(0, best - 16), best + 17), key=lambda size: abs(size - best))
-    texts = (write(size, 0) for size in near)
-    dotted = (write(size, dots) for size in near for dots in range(target - count(write(size, 0)), 0, -1))
-    return next((text for text in chain(texts, dotted) if count(text) == target), None)
+    for reach in (16, 128):  # lines of a task are short, but a dot may be two tokens
+        near = sorted(range(max(0, best - reach), best + 17), key=lambda size: abs(size - best))
+        texts = (write(size, 0) for size in near)
+        dotted = (write(size, dots) for size in near for dots in range(target - count(write(size, 0)), 0, -1))
+        fitting = next((text for text in chain(texts, dotted) if count(text) == target), None)
+        if fitting is not None:
+            return fitting
+    return None

@@ -101,6 +101,7 @@ def run(
                 logger.info("%s", said)
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
+        measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in missing})
         identity, store = model_identity(lm), None
         if is_main_process():
             if where is not None and overwrite:
@@ -127,6 +128,10 @@ def run(
         if finished:
             logger.info("%d of %d cells are finished", len(finished), len(cells))
             _found(measurement, store, cells)  # refuses damaged cells, before others are measured
+        if (others := len(store.records) - len(finished)) > 0:
+            logger.warning(
+                "%d finished cells in %s are of other rows or texts: not in this report", others, where
+            )
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
             _share(store, connected)
@@ -186,7 +191,7 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
         result = _perplexity(measurement, model, cell, bar)
-        return {**about, "document": result.document_names[0], "result": result.to_dict()}
+        return {**about, "document": measurement.names[cell.number], "result": result.to_dict()}
     batch = measurement.batches[cell.number]
     task = measurement.tasks[batch[0].task]
     trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
@@ -216,10 +221,14 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     """What is measured so far."""
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
-    # The trained window is the one asked for now, whatever it was when a cell was measured.
-    now = {"trained_length": measurement.trained}
+    # The trained window and the names of documents are those of now, not of when a cell was measured.
+    for cell, each in zip(cells, values, strict=True):
+        if each is not None:
+            each["trained_length"] = measurement.trained
+            if cell.kind == PERPLEXITY:
+                each["document"] = measurement.names[cell.number]
     try:
-        rows = collect([{**each, **now} for each in values if each is not None], labels)
+        rows = collect([each for each in values if each is not None], labels)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise RopeExtendError(
             f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "

@@ -184,8 +184,8 @@ class ManyShot(Task):
 
     Attributes:
         words: number of words; each has one of 81 labels.
-        questions: number of lines whose labels are the answers. Their words have examples, if a line has at
-            most 16 tokens.
+        questions: number of lines whose labels are the answers. Their words have examples: a prompt that is
+            too short for them is refused.
     """
 
     new_tokens: int = 0
@@ -214,6 +214,7 @@ class ManyShot(Task):
             "",
             f"\n{questions}"[:-1],
             tuple(labels[word] for word in asked),
+            sum(len(f"{word}: {labels[word]}\n") for word in shown),
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.sources import check_outside
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
@@ -204,6 +205,7 @@ def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path
         return None
     begun = (Path(config.output) / LOG).exists()
     output = check_files(config.output, FILES, overwrite=overwrite or (resume and begun))
+    check_outside(output, config.data)
     if begun and not (resume or overwrite):
         raise RopeExtendError(
             f"{str(output)!r} holds an interrupted search; give resume=True to resume it, or overwrite=True "

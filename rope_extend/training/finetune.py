@@ -27,6 +27,7 @@ from rope_extend.checkpoint.saving import save
 from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, RESTART
 from rope_extend.data.sampled_positions import PositionCollator
+from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
@@ -130,6 +131,8 @@ def finetune(
     expand_segments()
     directory = Path(recipe.output_dir)
     check_creatable(directory)
+    for source in (recipe.data, recipe.eval_data):
+        check_outside(directory, source)
     refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = starting_point(directory, recipe, resume, overwrite)
     with only_writer(directory, "run") if is_main_process() else nullcontext():

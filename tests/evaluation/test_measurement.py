@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from cases import tiny_llama
 from peft import LoraConfig, get_peft_model
 from scaled_models import counted_tokens, scaled_copy
 from test_report import result
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.peft_models import tuner_layers
@@ -139,7 +141,7 @@ def test_an_interruption_loses_one_cell(
 
 
 def test_a_finished_measurement_gets_more_rows_and_documents(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = config_of(work, output=str(tmp_path), methods=("none",), max_documents=1)
     rx.evaluate(config, progress=False)
@@ -152,8 +154,10 @@ def test_a_finished_measurement_gets_more_rows_and_documents(
     ]  # fmt: skip
     assert len(measured) == 4
     measured.clear()
+    assert not caplog.messages
     assert len(rx.evaluate(config, resume=True, progress=False)) == 2
     assert not measured
+    assert "4 finished cells in" in caplog.text
 
 
 def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> None:
@@ -406,6 +410,53 @@ def test_documents_of_one_file_name_are_two_and_weighted_by_tokens() -> None:
         assert both.ppl[length] == pytest.approx(np.exp(3.0 * length / (2 * (length - 1))))
         assert both.tokens[length] == 2 * (length - 1)
     assert both.data not in ("a", "b")
+
+
+def test_a_renamed_document_has_one_name_in_all_rows(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "data", tmp_path / "data")
+    config = config_of(work, data=str(tmp_path / "data"), methods=("none",), output=str(tmp_path / "out"))
+    rx.evaluate(config, progress=False)
+    (tmp_path / "data" / "a.txt").rename(tmp_path / "data" / "z.txt")
+    config = replace(config, methods=("none", "yarn"), max_documents=3)
+    for row in rx.evaluate(config, resume=True, progress=False):
+        assert sorted(row.result.document_names) == ["b.txt", "c.txt", "z.txt"]
+
+
+def test_documents_of_one_file_name_have_two_names(work: Path, tmp_path: Path) -> None:
+    for name, kept in (("first", "a"), ("second", "b")):
+        (tmp_path / name / "texts").mkdir(parents=True)
+        shutil.copy(work / "data" / f"{kept}.txt", tmp_path / name / "texts" / "a.txt")
+    shutil.copy(work / "data" / "c.txt", tmp_path / "second" / "texts")
+    data = tuple(str(tmp_path / name / "texts") for name in ("first", "second"))
+    config = config_of(work, data=data, methods=("none",), max_documents=3)
+    for row in rx.evaluate(config, progress=False):
+        assert row.result.document_names == ["first/texts/a.txt", "second/texts/a.txt", "c.txt"]
+
+
+def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(work: Path, tmp_path: Path) -> None:
+    """It was refused when its turn came, after rows were measured, and after an old study was deleted."""
+    saved(tmp_path / "adapter")
+    lm = AutoModelForCausalLM.from_pretrained(work / "model")
+    with torch.no_grad():
+        lm.model.layers[0].mlp.down_proj.weight *= 1.5
+    shutil.copytree(work / "model", tmp_path / "other")
+    lm.save_pretrained(tmp_path / "other")
+    config = config_of(work, methods=("none",), max_documents=1, output=str(tmp_path / "out"))
+    rx.evaluate(config, progress=False)
+    before = (tmp_path / "out" / CELLS).read_bytes()
+    config = replace(config, model=str(tmp_path / "other"), adapters=(str(tmp_path / "adapter"),))
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        rx.evaluate(config, overwrite=True, progress=False)
+    assert (tmp_path / "out" / CELLS).read_bytes() == before
+
+
+@pytest.mark.parametrize("output", ["", "out"])
+def test_a_report_is_never_among_its_own_texts(work: Path, tmp_path: Path, output: str) -> None:
+    shutil.copytree(work / "data", tmp_path / "data")
+    config = config_of(work, data=str(tmp_path / "data"), output=str(tmp_path / "data" / output))
+    with pytest.raises(RopeExtendError, match=r"lies in the data .* choose an output directory outside"):
+        rx.evaluate(config, progress=False)
+    assert not (tmp_path / "data" / output / CELLS).exists()
 
 
 def answered(label: str, trial: int, depths: tuple[float, ...]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
 
 from rope_extend.data.bundled import MODEL_DIR
@@ -139,6 +139,22 @@ def test_the_label_of_a_word_follows_from_its_examples() -> None:
         shots.append(len(examples))
     assert shots[0] < 100 < shots[1]
     assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
+
+
+def test_lines_are_filled_with_dots_of_two_tokens() -> None:
+    """The tokens of a line are no multiple of a dot's, so the line to end with may be some lines back."""
+    dots_apart = copy.deepcopy(PLAIN)
+    dots_apart.backend_tokenizer.normalizer = normalizers.Replace(" .", " . ")
+    assert len(encode(dots_apart, " .", False)) == 2
+    for trial in range(20):
+        prompt = make_prompt(ManyShot(), dots_apart, 1000, trial=trial, chat="off")
+        assert len(encode(dots_apart, prompt.text, False)) == 1000
+
+
+@pytest.mark.parametrize("length", [200, 256, 280])
+def test_many_shot_refuses_a_prompt_without_room_for_its_words(length: int) -> None:
+    with pytest.raises(RopeExtendError, match=r"many_shot needs about \d+ tokens"):
+        make_prompt(ManyShot(), PLAIN, length, chat="off")
 
 
 @pytest.mark.parametrize("trial", range(3))

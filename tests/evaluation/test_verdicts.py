@@ -226,7 +226,7 @@ NAN = float("nan")
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
          "No row meets all three criteria at 64. The nearest is yarn"),
-        ([judged("yarn", NAN, 0.0)], [], "No row has a finite perplexity at 64: check the weights, and the"),
+        ([judged("yarn", NAN, 0.0)], [], "No extended row has a finite perplexity at 64: check the"),
         # While rows are missing.
         ([judged("yarn", NAN, 0.0)], ["ntk"], "Not decided yet: not wholly measured are ntk."),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],

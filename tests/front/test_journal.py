@@ -57,6 +57,11 @@ def test_other_work_and_damage_are_refused(tmp_path: Path) -> None:
         journal(path, seed=1)
     path.write_bytes(before)
     journal(path, seed=1).close()
+    for foreign, seed in ((b'{"mine": 1}', 1), (before + b'{"n', 2)):  # without the end of a line
+        path.write_bytes(foreign)
+        with pytest.raises(RopeExtendError, match=r"holds (no|trials of other)"):
+            journal(path, seed=seed)
+        assert path.read_bytes() == foreign
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
