@@ -185,7 +185,11 @@ class Runs(RuleBasedStateMachine):
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
             work_text=lambda _: "",
             config=SimpleNamespace(budget=None, version=version, documents=True),
-            candidates=SimpleNamespace(name="m", load_options=model, prepared=lambda *_: nullcontext()),
+            names=[*map(str, range(PARTS))],
+            candidates=SimpleNamespace(
+                name="m", load_options=model, prepared=lambda *_: nullcontext(),
+                check_adapters=lambda *_: None,
+            ),
         )  # fmt: skip
         self.patches.setattr(running, "model_identity", lambda _: {"version": version})
         self.patches.setattr(running, "_measure", self.measure)
