@@ -86,7 +86,8 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Nothing is installed: a machine with a GPU may have no network. NAMES chooses benchmarks; rows are kept.
+# Nothing is installed: a machine with a GPU may have no network, nor the libraries that tests/front imports. NAMES
+# chooses benchmarks; rows are kept.
 gpu:
 	$(GPU_PYTHON) -m pytest -q -m gpu --ignore tests/front -p no:cacheprovider
 	$(GPU_PYTHON) benchmarks/run_benchmarks.py --device cuda --output benchmarks/gpu.jsonl $(NAMES)

@@ -267,7 +267,7 @@ def make_prompt(
             f"the task {task.name} needs about {minimum + task.new_tokens} tokens ({minimum} of prompt, "
             f"{task.new_tokens} for the answer), got a length of {length}; use longer lengths"
         )
-    text = _fit(write, count, prompt_tokens)
+    text = _fit(write, count, prompt_tokens, draft.least)
     if text is None:
         raise RopeExtendError(
             f"the task {task.name} could not be written in exactly {prompt_tokens} tokens of this tokenizer; "
@@ -276,8 +276,13 @@ def make_prompt(
     return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, use_chat)
 
 
-def _fit(write: Callable[[int, int], str], count: Callable[[str], int], target: int) -> str | None:
-    """The text of exactly `target` tokens, by secant steps on its size; if need be, dots fill the rest."""
+def _fit(
+    write: Callable[[int, int], str], count: Callable[[str], int], target: int, least: int
+) -> str | None:
+    """The text of exactly `target` tokens, by secant steps on its size; if need be, dots fill the rest.
+
+    The text of size `least` has at most `target` tokens.
+    """
     sizes: dict[int, int] = {}
     size, rate = 0, 1.0
     while size not in sizes and len(sizes) < 24:
@@ -289,9 +294,9 @@ def _fit(write: Callable[[int, int], str], count: Callable[[str], int], target: 
         (low, few), (high, many) = min(sizes.items()), max(sizes.items())
         rate = (high - low) / (many - few) if many > few else rate
         size = max(0, size + (round(gap * rate) or (1 if gap > 0 else -1)))
-    best = max(size for size, tokens in sizes.items() if tokens <= target)
+    best = max(least, *(size for size, tokens in sizes.items() if tokens <= target))
     for reach in (16, 128):  # lines of a task are short, but a dot may be two tokens
-        near = sorted(range(max(0, best - reach), best + 17), key=lambda size: abs(size - best))
+        near = sorted(range(max(least, best - reach), best + 17), key=lambda size: abs(size - best))
         texts = (write(size, 0) for size in near)
         dotted = (write(size, dots) for size in near for dots in range(target - count(write(size, 0)), 0, -1))
         fitting = next((text for text in chain(texts, dotted) if count(text) == target), None)

@@ -151,10 +151,13 @@ def test_lines_are_filled_with_dots_of_two_tokens() -> None:
         assert len(encode(dots_apart, prompt.text, False)) == 1000
 
 
-@pytest.mark.parametrize("length", [200, 256, 280])
-def test_many_shot_refuses_a_prompt_without_room_for_its_words(length: int) -> None:
-    with pytest.raises(RopeExtendError, match=r"many_shot needs about \d+ tokens"):
-        make_prompt(ManyShot(), PLAIN, length, chat="off")
+def test_many_shot_shows_each_word_or_refuses_the_length() -> None:
+    for length in (200, 256, 280):
+        with pytest.raises(RopeExtendError, match=r"many_shot needs about \d+ tokens"):
+            make_prompt(ManyShot(), PLAIN, length, chat="off")
+    for length in range(300, 480, 20):
+        lines = make_prompt(ManyShot(), PLAIN, length, chat="off").text.splitlines()
+        assert {*lines[-16:]} <= {*lines[:-16]}
 
 
 @pytest.mark.parametrize("trial", range(3))
