@@ -89,10 +89,10 @@ def source_files(source: Source) -> dict[Path, str]:
         return {}
     entries = [source] if isinstance(source, str | Path) else source
     files = {path: name for entry in entries for path, name in _files(entry)}
+    times = Counter(files.values())
     names, parts = files, 0
     while len({*names.values()}) < len(names):  # several directories: with as much of the path as is needed
         parts += 1
-        times = Counter(files.values())
         names = {
             path: name if times[name] == 1 else "/".join(path.parts[-len(Path(name).parts) - parts :])
             for path, name in files.items()
