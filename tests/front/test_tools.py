@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -10,12 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 import code_corpus
-import halved_blocks
 import pytest
+import shorter_blocks
 import smollm2
+import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from rope_extend.data.blocks import cut_blocks
+from rope_extend.data.documents import load_documents
+from rope_extend.data.mixing import block_index
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
@@ -38,53 +42,76 @@ def mistake(monkeypatch: pytest.MonkeyPatch, tool: ModuleType, *words: str | Pat
     return said
 
 
-def halved(work: Path, into: Path, **changed: str | Path) -> list[str | Path]:
-    """The words of a command that halves two blocks of the texts in `work`, with some of them changed."""
-    asked = {"model": work / "model", "blocks": "2", "length": "300", "output": into, **changed}
+def shorter(work: Path, into: Path, **changed: str | Path) -> list[str | Path]:
+    """The words of a command that cuts two blocks of the texts in `work`, with some of them changed."""
+    asked = {
+        "model": work / "model",
+        "length": "600",
+        "short": "200",
+        "blocks": "2",
+        "output": into,
+    } | changed
     data = asked.pop("data", work / "data")
     return [data, *(word for name, value in asked.items() for word in (f"--{name}", value))]
 
 
 @pytest.mark.usefixtures("private_cache")
-def test_halves_are_written_and_compared(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_control_reads_the_tokens_of_the_long_blocks_in_their_order(
+    parts: int,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = tmp_path / "new" / "halved.jsonl"
-    run(monkeypatch, halved_blocks, *halved(work, output, length="0.5k", model=MODEL_DIR))
-    assert capsys.readouterr().out == f"{output}: 0 of 1,024 tokens differ from those of the blocks\n"
-    assert [list(json.loads(line)) for line in output.read_text().splitlines()] == [["text"]] * 4
+    output = tmp_path / "new" / "shorter.jsonl"
+    run(
+        monkeypatch,
+        shorter_blocks,
+        *shorter(work, output, length=str(220 * parts), short="220", model=MODEL_DIR),
+    )
+    said = f"{output}: 0 of {parts * 440:,} tokens differ from those of the blocks\n"
+    assert capsys.readouterr().out == said
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+
+    def read(data: Path, block: int, count: int) -> torch.Tensor:
+        blocks = cut_blocks(load_documents(data, tokenizer), block)
+        return torch.cat([blocks[block_index(n, 0, len(blocks))]["input_ids"] for n in range(count)])
+
+    assert torch.equal(read(work / "data", 220 * parts, 2), read(output, 220, 2 * parts))
 
 
 @pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"length": "301"}, "--length must be even and above 256 tokens; got 301"),
-        ({"length": "256"}, "--length must be even and above 256 tokens; got 256"),
+        ({"length": "601"}, "--length must be a multiple of --short, 200 tokens; got 601"),
+        ({"length": "200"}, "--length must be a multiple of --short, 200 tokens; got 200"),
+        ({"short": "128"}, "--short must be above 128 tokens; got 128"),
         ({"length": "long"}, "not a length in tokens: 'long'"),
         ({"blocks": "0"}, "--blocks must be a whole number, at least 1; got 0"),
         ({"seed": "-1"}, "--seed must be a whole number, at least 0"),
         ({"data": "missing/texts"}, "missing/texts"),
         ({"model": "missing/model/here"}, "missing/model/here"),
-        ({"output": "/proc/none/halved.jsonl"}, "choose another output"),
+        ({"output": "/proc/none/shorter.jsonl"}, "choose another output"),
     ],
 )
-def test_a_mistake_in_halving_is_one_line(
+def test_a_mistake_in_cutting_is_one_line(
     changed: dict[str, str], said: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = halved(work, tmp_path / "new" / "halved.jsonl", **changed)
-    assert said in mistake(monkeypatch, halved_blocks, *words)
+    words = shorter(work, tmp_path / "new" / "shorter.jsonl", **changed)
+    assert said in mistake(monkeypatch, shorter_blocks, *words)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_exists_is_refused_before_texts_are_read(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(halved_blocks, "load_documents")
-    (tmp_path / "halved.jsonl").write_text("mine")
-    words = halved(work, tmp_path / "halved.jsonl")
-    assert "exists; give another --output" in mistake(monkeypatch, halved_blocks, *words)
-    assert (tmp_path / "halved.jsonl").read_text() == "mine"
+    monkeypatch.delattr(shorter_blocks, "load_documents")
+    (tmp_path / "shorter.jsonl").write_text("mine")
+    words = shorter(work, tmp_path / "shorter.jsonl")
+    assert "exists; give another --output" in mistake(monkeypatch, shorter_blocks, *words)
+    assert (tmp_path / "shorter.jsonl").read_text() == "mine"
 
 
 def test_a_tokenizer_that_adds_a_token_before_a_text_is_refused(
@@ -96,8 +123,8 @@ def test_a_tokenizer_that_adds_a_token_before_a_text_is_refused(
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((work / "model" / name).read_bytes())
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    words = halved(work, tmp_path / "halved.jsonl", model=tmp_path)
-    assert "puts a token (BOS) before each text" in mistake(monkeypatch, halved_blocks, *words)
+    words = shorter(work, tmp_path / "shorter.jsonl", model=tmp_path)
+    assert "puts a token (BOS) before each text" in mistake(monkeypatch, shorter_blocks, *words)
 
 
 @pytest.fixture
