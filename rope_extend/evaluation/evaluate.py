@@ -82,7 +82,7 @@ def measure(
     if config.output is not None:
         directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
         check_outside(directory, config.data)
-    measurement = Measurement(config)
+    measurement = Measurement(config, progress=progress)
 
     def report(found: Found) -> Found:
         first = [lead(found)] if lead else []

@@ -56,10 +56,16 @@ class Measurement:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
         load_options: how the model is loaded; by default as in `config`.
+        progress: show how many prompts are written.
     """
 
     def __init__(
-        self, config: ModelConfig, *, texts: bool = True, load_options: LoadOptions | None = None
+        self,
+        config: ModelConfig,
+        *,
+        texts: bool = True,
+        load_options: LoadOptions | None = None,
+        progress: bool = True,
     ) -> None:
         expand_segments()
         self.config = config
@@ -97,7 +103,7 @@ class Measurement:
                 each.name if times[Path(each.name).name] > 1 else Path(each.name).name
                 for each in self.documents
             ]
-            self._write_prompts()
+            self._write_prompts(progress)
 
     def _pass_lengths(self) -> list[list[int]]:
         """The length of each pass over a document, of each method and then of each adapter.
@@ -149,7 +155,7 @@ class Measurement:
                 distinct=config.documents,
             )
 
-    def _write_prompts(self) -> None:
+    def _write_prompts(self, progress: bool) -> None:
         """The prompts in batches of one task and length, the first trial of all depths first."""
         asked = self.asked
         if not asked.tasks:
@@ -161,7 +167,7 @@ class Measurement:
         for task in tasks:
             for length in asked.lengths:
                 try:
-                    prompts = make_prompts(task, self.tokenizer, length, asked)
+                    prompts = make_prompts(task, self.tokenizer, length, asked, progress=progress)
                 except RopeExtendError as error:
                     if length != asked.unasked:
                         raise

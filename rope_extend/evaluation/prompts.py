@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,10 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.progress import progress_bar
+from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
 
 CHAT = ("auto", "on", "off")
 """Whether prompts use the tokenizer's chat template; `auto` uses it if it exists."""
@@ -213,11 +218,17 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
     return ids[-tokens:]
 
 
-def make_prompts(task: Task, tokenizer: Any, length: int, asked: Prompts) -> list[Prompt]:
+def make_prompts(
+    task: Task, tokenizer: Any, length: int, asked: Prompts, *, progress: bool = False
+) -> list[Prompt]:
     """All prompts of a task at a length, the first trial of all depths first."""
+    words = f"writing prompts of {task.name}, {format_length(length)}"
+    trials = progress_bar(
+        logger, shown=progress, iterable=asked.trials_of(task), unit="prompt", desc=words, leave=False
+    )
     return [
         make_prompt(task, tokenizer, length, depth, trial, seed=asked.seed, chat=asked.chat)
-        for depth, trial in asked.trials_of(task)
+        for depth, trial in trials
     ]
 
 

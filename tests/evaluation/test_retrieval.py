@@ -1,6 +1,7 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
+import logging
 import re
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,7 @@ from rope_extend.evaluation.answering import Subjects, answer, answer_batch, gen
 from rope_extend.evaluation.collecting import retrieved as collect_retrieval
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
+from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.prompts import Prompts, depths_from, encode, last_tokens, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import RetrievalResult
@@ -87,6 +89,18 @@ def prompt_rows(length: int, **options: Any) -> list[list[int]]:
 def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:
     config = RetrievalConfig(model=MODEL_DIR, output=output, **settings)
     return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_writing_prompts_shows_progress(
+    progress: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rope_extend.progress.LINE_EVERY", 0.0)
+    caplog.set_level(logging.INFO, "rope_extend")
+    config = RetrievalConfig(model=MODEL_DIR, lengths=(256, 512), depths=(0.5,), trials=2)
+    Measurement(config, progress=progress)
+    last = [line for line in caplog.messages if "writing prompts of passkey, 512: 2/2 prompt [" in line]
+    assert bool(last) == progress
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])
