@@ -4,9 +4,9 @@
         --output corpus/shorter.jsonl
 
 Each line is a part of a block: half of one of 16k. The control reads the lines in the order of the blocks if
-it has the same seed, `--block-length 8k` and `--gradient-accumulation 2`, the number of parts. The tool
-tokenises each line again and prints how many tokens differ from those of the blocks. Few do: text cannot
-begin within a character, and a block can.
+it has the same seed, `--block-length 8k`, and the `--gradient-accumulation` of the long run times the number
+of parts. The tool tokenises each line again and prints how many tokens differ from those of the blocks. Text
+cannot begin within a character, and a block can: if more than one token in 100 differs, nothing is written.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def write(asked: argparse.Namespace) -> None:
     whole(1)("shorter_blocks", "--blocks", asked.blocks)
     whole(0, 2**31)("shorter_blocks", "--seed", asked.seed)
     output = Path(expand_home(asked.output))
+    refuse_if(output.suffix != ".jsonl", f"--output must end in .jsonl; got {asked.output}")
     refuse_if(os.path.lexists(output), f"{output} exists; give another --output, or remove it")
     check_creatable(output.parent)
     tokenizer = pretrained(AutoTokenizer, expand_home(asked.model))
@@ -94,10 +95,16 @@ def write(asked: argparse.Namespace) -> None:
     )
     documents = load_documents(asked.data, tokenizer, min_tokens=length)
     texts, differing = parts(documents, tokenizer, length, short, asked.blocks, asked.seed)
+    count = asked.blocks * length
+    refuse_if(
+        differing * 100 > count,
+        f"{differing:,} of {count:,} tokens would differ from those of the blocks, which begin within "
+        "characters; use a tokenizer with one token for a character, or other texts",
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, "".join(json.dumps({"text": text}) + "\n" for text in texts))
-    why = ": a few may, where a block begins within a character" if differing else ""
-    print(f"{output}: {differing:,} of {asked.blocks * length:,} tokens differ from those of the blocks{why}")
+    why = ", where a block begins within a character" if differing else ""
+    print(f"{output}: {differing:,} of {count:,} tokens differ from those of the blocks{why}")
 
 
 def main() -> None:

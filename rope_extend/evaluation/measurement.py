@@ -38,7 +38,7 @@ from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
-from rope_extend.models.processes import processes
+from rope_extend.models.processes import is_main_process, processes
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
@@ -164,10 +164,11 @@ class Measurement:
         template = asked.template or template_for(self.candidates.name)
         tasks = make_tasks(asked.tasks, haystack=texts, template=template)
         self.tasks = {task.name: task for task in tasks}
+        shown = progress and is_main_process()
         for task in tasks:
             for length in asked.lengths:
                 try:
-                    prompts = make_prompts(task, self.tokenizer, length, asked, progress=progress)
+                    prompts = make_prompts(task, self.tokenizer, length, asked, progress=shown)
                 except RopeExtendError as error:
                     if length != asked.unasked:
                         raise

@@ -223,13 +223,14 @@ def make_prompts(
 ) -> list[Prompt]:
     """All prompts of a task at a length, the first trial of all depths first."""
     words = f"writing prompts of {task.name}, {format_length(length)}"
-    trials = progress_bar(
-        logger, shown=progress, iterable=asked.trials_of(task), unit="prompt", desc=words, leave=False
-    )
-    return [
-        make_prompt(task, tokenizer, length, depth, trial, seed=asked.seed, chat=asked.chat)
-        for depth, trial in trials
-    ]
+    trials = asked.trials_of(task)
+    with progress_bar(
+        logger, shown=progress, iterable=trials, unit="prompt", desc=words, leave=False
+    ) as counted:
+        return [
+            make_prompt(task, tokenizer, length, depth, trial, seed=asked.seed, chat=asked.chat)
+            for depth, trial in counted
+        ]
 
 
 def make_prompt(

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from halved_blocks import halves
 from hypothesis import given
 from hypothesis import strategies as st
+from shorter_blocks import parts
 
 from rope_extend import RopeExtendError
 from rope_extend.data.blocks import Blocks, cut_blocks
@@ -155,23 +155,24 @@ def documents_of(tokenizer: Characters) -> list[Document]:
     return [Document(str(n), torch.arange(512 * 3 + 100 * n) + 5000 * n) for n in range(5)]
 
 
+@pytest.mark.parametrize("each", [2, 4])
 @pytest.mark.parametrize("tokenizer", [Characters(), Bytes()], ids=["whole", "within a character"])
-def test_a_control_reads_the_tokens_of_the_long_blocks(tokenizer: Characters) -> None:
-    """`tools/halved_blocks.py` puts each half where the order of a run finds it in the step of its block."""
-    documents = documents_of(tokenizer)
-    texts, differing = halves(documents, tokenizer, 512, 4, 3)
-    halved = [Document(text, torch.tensor(tokenizer(text)["input_ids"])) for text in texts]
-    long = Mixture([cut_blocks(documents, 512)], seed=3)
-    control = Mixture([cut_blocks(halved, 256)], seed=3)
+def test_a_control_reads_the_tokens_of_the_long_blocks(tokenizer: Characters, each: int) -> None:
+    """`tools/shorter_blocks.py` puts each part where the order of a run finds it in the step of its block."""
+    documents, length = documents_of(tokenizer), 256 * each
+    texts, differing = parts(documents, tokenizer, length, 256, 4, 3)
+    shorter = [Document(text, torch.tensor(tokenizer(text)["input_ids"])) for text in texts]
+    long = Mixture([cut_blocks(documents, length)], seed=3)
+    control = Mixture([cut_blocks(shorter, 256)], seed=3)
     wrong = []
     for step in range(4):
-        read = [control[2 * step + half]["input_ids"] for half in range(2)]
+        read = [control[each * step + part]["input_ids"] for part in range(each)]
         wrong += (torch.cat(read) != long[step]["input_ids"]).nonzero().flatten().tolist()
     assert len(wrong) == differing
     assert bool(wrong) == isinstance(tokenizer, Bytes)
-    assert set(wrong) <= {0, 256}  # the first token of a half
+    assert set(wrong) <= {256 * part for part in range(each)}  # the first token of a part
 
 
-def test_a_text_that_gives_too_few_tokens_for_its_half_is_refused() -> None:
+def test_a_text_that_gives_too_few_tokens_for_its_part_is_refused() -> None:
     with pytest.raises(RopeExtendError, match=r"256 tokens at token .* has 1 if it is tokenised again; give"):
-        halves(documents_of(OneToken()), OneToken(), 512, 4, 3)
+        parts(documents_of(OneToken()), OneToken(), 512, 256, 4, 3)

@@ -91,16 +91,17 @@ def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **
     return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
 
 
-@pytest.mark.parametrize("progress", [False, True])
-def test_writing_prompts_shows_progress(
-    progress: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("progress", "rank"), [(False, 0), (True, 0), (True, 1)])
+def test_the_main_process_shows_progress_as_prompts_are_written(
+    progress: bool, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr("rope_extend.progress.LINE_EVERY", 0.0)
     caplog.set_level(logging.INFO, "rope_extend")
     config = RetrievalConfig(model=MODEL_DIR, lengths=(256, 512), depths=(0.5,), trials=2)
     Measurement(config, progress=progress)
     last = [line for line in caplog.messages if "writing prompts of passkey, 512: 2/2 prompt [" in line]
-    assert bool(last) == progress
+    assert bool(last) == (progress and rank == 0)
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])

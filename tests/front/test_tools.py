@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,14 +15,9 @@ import code_corpus
 import pytest
 import shorter_blocks
 import smollm2
-import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
-from rope_extend.data.blocks import cut_blocks
-from rope_extend.data.documents import load_documents
-from rope_extend.data.mixing import block_index
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
@@ -56,29 +54,26 @@ def shorter(work: Path, into: Path, **changed: str | Path) -> list[str | Path]:
 
 
 @pytest.mark.usefixtures("private_cache")
-@pytest.mark.parametrize("parts", [2, 4])
-def test_a_control_reads_the_tokens_of_the_long_blocks_in_their_order(
-    parts: int,
-    work: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_parts_are_written_and_compared(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "shorter.jsonl"
-    run(
-        monkeypatch,
-        shorter_blocks,
-        *shorter(work, output, length=str(220 * parts), short="220", model=MODEL_DIR),
-    )
-    said = f"{output}: 0 of {parts * 440:,} tokens differ from those of the blocks\n"
-    assert capsys.readouterr().out == said
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    run(monkeypatch, shorter_blocks, *shorter(work, output, model=MODEL_DIR))
+    assert capsys.readouterr().out == f"{output}: 0 of 1,200 tokens differ from those of the blocks\n"
+    assert [list(json.loads(line)) for line in output.read_text().splitlines()] == [["text"]] * 6
 
-    def read(data: Path, block: int, count: int) -> torch.Tensor:
-        blocks = cut_blocks(load_documents(data, tokenizer), block)
-        return torch.cat([blocks[block_index(n, 0, len(blocks))]["input_ids"] for n in range(count)])
 
-    assert torch.equal(read(work / "data", 220 * parts, 2), read(output, 220, 2 * parts))
+@pytest.mark.usefixtures("private_cache")
+def test_text_that_a_control_cannot_read_alike_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Characters of several tokens, in which most parts begin."""
+    text = "".join(random.Random(0).choices([chr(code) for code in range(0x4E00, 0x9000)], k=2000))
+    (tmp_path / "text.txt").write_text(text)
+    words = shorter(tmp_path, tmp_path / "shorter.jsonl", data=tmp_path / "text.txt", model=MODEL_DIR)
+    said = mistake(monkeypatch, shorter_blocks, *words)
+    assert re.search(r"[\d,]+ of 1,200 tokens would differ from those of the blocks", said)
+    assert not (tmp_path / "shorter.jsonl").exists()
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -93,6 +88,7 @@ def test_a_control_reads_the_tokens_of_the_long_blocks_in_their_order(
         ({"seed": "-1"}, "--seed must be a whole number, at least 0"),
         ({"data": "missing/texts"}, "missing/texts"),
         ({"model": "missing/model/here"}, "missing/model/here"),
+        ({"output": "shorter.txt"}, "--output must end in .jsonl; got shorter.txt"),
         ({"output": "/proc/none/shorter.jsonl"}, "choose another output"),
     ],
 )
