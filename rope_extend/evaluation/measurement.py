@@ -196,7 +196,7 @@ class Measurement:
             rows.append(self._cropped(control) if crops else control)
         for adapter, label in adapter_labels(candidates.records).items():
             rows.append(Row(label, adapter=adapter))
-            if crops and documents and adapter in candidates.plain_adapters:
+            if crops and adapter in candidates.plain_adapters:
                 rows.append(self._cropped(rows[-1]))
         return rows
 

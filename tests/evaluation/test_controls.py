@@ -26,7 +26,7 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.comparison import against_cropped, differences, regressions
 from rope_extend.evaluation.evaluate import evaluate
-from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow
@@ -171,6 +171,20 @@ def test_passkeys_are_asked_if_there_is_something_to_compare(settings: dict[str,
     config = EvaluationConfig(model=str(MODEL_DIR), lengths=(512,), **settings)
     prompts = Measurement(config, texts=False).asked
     assert (prompts.trials if prompts.tasks else 0) == trials
+
+
+def test_prompts_have_a_cropped_context_after_training_too(work: Path, plain_adapters: list[str]) -> None:
+    """The control of what was trained beyond the old window has the same training within it."""
+    config = RetrievalConfig(
+        model=str(work / "model"),
+        lengths=(64,),
+        methods=["none"],
+        adapters=plain_adapters,
+        tasks=("passkey",),
+    )
+    labels = [row.label for row in Measurement(config, texts=False).rows]
+    within, beyond = "none + LoRA at 32", "none + LoRA at 64"
+    assert labels == ["none", "none, cropped to 32", within, f"{within}, cropped to 32", beyond]
 
 
 @pytest.mark.usefixtures("private_cache")

@@ -193,7 +193,7 @@ class Runs(RuleBasedStateMachine):
         )  # fmt: skip
         self.patches.setattr(running, "model_identity", lambda _: {"version": version})
         self.patches.setattr(running, "_measure", self.measure)
-        self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
+        self.patches.setattr(evaluate_module, "Measurement", lambda *_, **__: one)
         config = EvaluationConfig(model="model", methods=rows, output=str(self.output), data=str(version))
         evaluate_module.evaluate(config, **flags)
 
