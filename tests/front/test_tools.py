@@ -48,7 +48,8 @@ def shorter(work: Path, into: Path, **changed: str | Path) -> list[str | Path]:
         "short": "200",
         "blocks": "2",
         "output": into,
-    } | changed
+        **changed,
+    }
     data = asked.pop("data", work / "data")
     return [data, *(word for name, value in asked.items() for word in (f"--{name}", value))]
 
