@@ -8,12 +8,15 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Draft, Task
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -218,8 +221,94 @@ class ManyShot(Task):
         )
 
 
+@dataclass(frozen=True)
+class Definition(Task):
+    """Which file of a package defines a name that is used nowhere else in it? The package is the prompt.
+
+    The code is real, and the paths of its files are replaced by invented ones, so that no model knows the
+    answer from its training. The name is defined once, near the beginning of its file, and stands nowhere
+    else in the package, so that no import tells the file either.
+
+    Attributes:
+        haystack: source code, one package a text, with a line `# path.py` above each file, as
+            `tools/code_corpus.py` writes them.
+    """
+
+    new_tokens: int = 16
+    haystack: tuple[str, ...] = field(default=(), repr=False)
+
+    name: ClassVar[str] = "definition"
+
+    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+        """The package, read as a ring and turned so that the file with the definition begins at `depth`."""
+        least = _CHARACTERS_OF_A_TOKEN * tokens
+        candidates = [text for text in self.haystack if len(text) >= least and _definitions(text)]
+        if not candidates:
+            raise RopeExtendError(
+                f"the task {self.name} needs packages of at least {least:,} characters for prompts of "
+                f"{tokens:,} tokens, with a line `# path.py` above each file; give them with --data, such as "
+                "those of tools/code_corpus.py, or shorter lengths"
+            )
+        package = rng.choice(candidates)
+        at, name = rng.choice(_definitions(package))
+        paths: dict[str, str] = {}
+
+        def invented(path: re.Match[str]) -> str:
+            return f"# {paths.setdefault(path[1], _absent(rng, package, 1, lambda: _invented(rng))[0])}.py"
+
+        ring = _FILE.sub(invented, package[at:] + package[:at])
+        reach = ring.index(
+            "\n", ring.index(name)
+        )  # the line of the definition is in the prompt, also at its end
+
+        def context(size: int) -> str:
+            before = min(round(depth * size), max(0, size - reach))
+            return ring[len(ring) - before :] + ring[: size - before]
+
+        return Draft(
+            "Below is source code of a Python package. The path of each file stands in a line above it.",
+            context,
+            f"Which file defines {name}?",
+            f" The file that defines {name} is",
+            (f"{next(iter(paths.values()))}.py",),
+            reach,
+        )
+
+    def score(self, response: str, answers: Sequence[str]) -> float:
+        """1 if the first path in the response is that of the file, else 0."""
+        path = re.search(r"[\w/]+\.py\b", response)
+        return float(path is not None and path[0] == answers[0])
+
+    def finished(self, response: str, answers: Sequence[str]) -> bool:
+        """Whether the first path is complete."""
+        return re.search(r"\.py\b", response) is not None
+
+
+_FILE = re.compile(r"^# (\S+\.py)$", re.MULTILINE)
+_DEFINED = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
+_CHARACTERS_OF_A_TOKEN = 5
+"""More than a token of source code has, so that a package is not repeated in a prompt."""
+_NEAR = 2000
+"""Maximum distance in characters from the path of a file to the definition that is asked for."""
+
+
+@cache
+def _definitions(package: str) -> list[tuple[int, str]]:
+    """The files of a package with a name that only its definition has: where they begin, and that name."""
+    words = Counter(re.findall(r"\w+", package))
+    found = []
+    for path in _FILE.finditer(package):
+        end = min(
+            (each.start() for each in [_FILE.search(package, path.end())] if each), default=len(package)
+        )
+        names = _DEFINED.finditer(package, path.end(), min(end, path.end() + _NEAR))
+        if name := next((each[1] for each in names if words[each[1]] == 1 and len(each[1]) > 5), None):
+            found.append((path.start(), name))
+    return found
+
+
 TASKS: dict[str, type[Task]] = {
-    cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking, ManyShot)
+    cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking, ManyShot, Definition)
 }
 """The tasks by name."""
 

@@ -32,8 +32,14 @@ BOOK = " ".join(
     f"On day {n} the {'very ' * (n % 7)}old ship came {n * 37 % 91} miles home!" for n in range(300)
 )
 TEXTS = (BOOK, "naïve café — " * 400)
+PACKAGE = "\n".join(
+    f"# pkg/part{n}.py\nimport pkg.part{n + 1}\n\ndef walk_{n}_home(miles):\n    return miles + {n}\n\n"
+    f"def shared():\n    return shared(part{n})\n"
+    for n in range(200)
+)
 CASES = [
-    *make_tasks(list(TASKS)),
+    *make_tasks([name for name in TASKS if name != "definition"]),
+    *make_tasks(["definition"], haystack=(PACKAGE,)),
     Passkey(template="demo"),
     *make_tasks(["needle", "multi_key"], haystack=TEXTS),
 ]
@@ -139,6 +145,31 @@ def test_the_label_of_a_word_follows_from_its_examples() -> None:
         shots.append(len(examples))
     assert shots[0] < 100 < shots[1]
     assert task.score("river\n rivers\nanchor\n", ["river", "rivers", "anchor", "bell"]) == 0.5
+
+
+@pytest.mark.parametrize("depth", [0, 0.3, 1])
+@pytest.mark.parametrize("trial", range(4))
+def test_the_file_of_a_definition_can_be_found_and_not_guessed(depth: float, trial: int) -> None:
+    (task,) = make_tasks(["definition"], haystack=(PACKAGE,))
+    prompt = make_prompt(task, PLAIN, LENGTH, depth, trial, chat="off")
+    lines = prompt.text.splitlines()
+    name = re.match(r"Which file defines (\w+)\?", lines[-1])[1]
+    assert prompt.text.count(name) == 3  # in its definition, the question and the lead
+    at = next(n for n, line in enumerate(lines) if line.startswith(f"def {name}("))
+    path = next(line for line in reversed(lines[:at]) if re.fullmatch(r"# \w+\.py", line))
+    assert path == f"# {prompt.answers[0]}"
+    assert prompt.answers[0].removesuffix(".py") not in PACKAGE
+    assert "# pkg/part" not in prompt.text
+    right = (f" {prompt.answers[0]}", f"`{prompt.answers[0]}`, not other.py")
+    wrong = ("", "other.py", f"other.py or {prompt.answers[0]}", f"pkg/{prompt.answers[0]}")
+    assert [task.score(said, prompt.answers) for said in (*right, *wrong)] == [1] * 2 + [0] * 4
+
+
+@pytest.mark.parametrize("haystack", [(), (BOOK * 9,), (PACKAGE[:3000],)])
+def test_definitions_need_packages_that_are_long_enough(haystack: tuple[str, ...]) -> None:
+    (task,) = make_tasks(["definition"], haystack=haystack)
+    with pytest.raises(RopeExtendError, match=r"needs packages of at least [\d,]+ characters"):
+        make_prompt(task, PLAIN, LENGTH)
 
 
 def test_lines_are_filled_with_dots_of_two_tokens() -> None:
