@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from matplotlib import rc_context
@@ -32,8 +33,16 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#6f4ba8", "#0
 PLAIN = "#5f5f5f"
 """The colour of plain RoPE and of models that were not changed."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
-OFTEN_TOGETHER = ("linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope", "llama3", "abf")
-"""Methods that are often in one picture; each has a colour of its own."""
+METHODS = (  # of each colour of the palette: methods that are often in one picture have different ones
+    "linear alibi learned power sinusoidal",
+    "ntk clipped linear_attention rerope string",
+    "yarn drope logn resonance t5_bias",
+    "dynamic_ntk dual_chunk near_far sandwich truncated",
+    "dynamic_yarn dynamic_linear nope self_extend xpos",
+    "longrope fire ntk_by_parts shaw",
+    "llama3 jet_long ntk_mixed short_original",
+    "abf kerple p_rope sinks",
+)
 INK, QUIET, _GRID = "#222222", "#777777", "#E4E4E4"
 MOST_TICKS = 12
 """The largest number of labels that fit next to each other."""
@@ -106,10 +115,15 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
 
 
 def method_colour(method: str) -> str:
-    """The colour of a method in every picture; of a composition such as `resonance(yarn)`, the outer's."""
-    names = [*OFTEN_TOGETHER, *(name for name in method_names() if name not in (*OFTEN_TOGETHER, "none"))]
+    """The colour of a method in every picture; of a composition such as `resonance(yarn)`, the outer's.
+
+    A method that is not in `METHODS` has one by its name, so that it changes no other method's.
+    """
     name = method.partition("(")[0].strip()
-    return PALETTE[names.index(name) % len(PALETTE)] if name in names else PLAIN
+    if name == "none" or name not in method_names():
+        return PLAIN
+    listed = [colour for colour, names in zip(PALETTE, METHODS, strict=True) if name in names.split()]
+    return listed[0] if listed else PALETTE[crc32(name.encode()) % len(PALETTE)]
 
 
 def styles_of(lines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

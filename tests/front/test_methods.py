@@ -76,7 +76,7 @@ def test_every_method_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("name", encoding_names())
-def test_the_page_is_what_the_code_says(name: str) -> None:
+def test_the_page_is_what_the_code_says(name: str, tmp_path: Path) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     hand = write_methods.by_hand(text)
     assert text == write_methods.page(name, hand), "run python tools/write_methods.py"
@@ -84,6 +84,18 @@ def test_the_page_is_what_the_code_says(name: str) -> None:
     assert "\n## When to use it\n" in hand
     assert re.search(r"^\*\*Good for:\*\* \S", hand, re.MULTILINE)
     assert re.search(r"^\*\*Not for:\*\* \S", hand, re.MULTILINE)
+    method_pictures.draw_method(name, tmp_path / "drawn.svg")
+    drawn, kept = (drawing(path) for path in (tmp_path / "drawn.svg", PAGES / "pictures" / f"{name}.svg"))
+    assert drawn[0] == kept[0], "run python tools/write_methods.py"
+    assert drawn[1] == pytest.approx(kept[1], abs=0.01)  # points of 1/72 inch
+
+
+def drawing(file: Path) -> tuple[list[str], list[float]]:
+    """The words and the numbers of a picture; names of its parts are left out."""
+    parts = re.split(
+        r"(-?\d+\.?\d*)", re.sub(r'id="\w+"|url\(#\w+\)|href="#\w+"', "", file.read_text(encoding="utf-8"))
+    )
+    return parts[::2], [float(number) for number in parts[1::2]]
 
 
 @pytest.mark.parametrize("name", encoding_names(RopeEncoding))
