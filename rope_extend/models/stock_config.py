@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, YaRN
+from rope_extend.encodings.composed import ComposedRope
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
@@ -24,14 +26,13 @@ DUAL_CHUNK_KEY = "dual_chunk_attention_config"
 
 
 def stock_forms(
-    encoding: RopeEncoding, shape: RopeShape, pairs: int, softmax_scale: Mapping[str, Any] | None
+    encoding: RopeEncoding, shape: RopeShape, pairs: int, *, latent: bool
 ) -> Iterator[dict[str, Any]]:
     """The `rope_parameters` that may express an encoding, the native form first.
 
     With more than `dim/2` pairs, the form also has to express the pairs that do not rotate. `proportional`
     has a share of rotating pairs, and `longrope` gets `ZERO_FREQUENCY_DIVISOR` for the others.
-    `softmax_scale` is the result of `softmax_scale_of`. A patch does not change it, so the form must give
-    the same scale.
+    `latent`: whether the family computes its softmax scale from the form too, see `latent_attention`.
     """
     for make in (encoding.rope_parameters, encoding.longrope_parameters):
         with contextlib.suppress(RopeExtendError):
@@ -48,15 +49,10 @@ def stock_forms(
                     form["partial_rotary_factor"] = 1.0
                 else:
                     continue
-            if softmax_scale is not None and "mscale_all_dim" in form:
-                form = {key: value for key, value in form.items() if key not in ("mscale", "mscale_all_dim")}
-                form["attention_factor"] = encoding.attention_factor(shape)
-            if softmax_scale is not None and form["rope_type"] != "default":
+            if latent and form["rope_type"] != "default":
                 form.setdefault("factor", 1.0)  # transformers 5.17 requires one, without effect
-            if softmax_scale:
-                if form["rope_type"] != "longrope":
-                    continue
-                form |= softmax_scale
+                if encoding.mscale_all_dim is not None:
+                    form["mscale_all_dim"] = encoding.mscale_all_dim
             yield form
 
 
@@ -73,17 +69,29 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
 
 
-def softmax_scale_of(base: Any) -> dict[str, Any] | None:
-    """The `rope_parameters` that set the scale of attention logits, as in DeepSeek's families.
+def latent_attention(base: Any) -> list[tuple[Any, Callable[[dict[str, Any], float], float]]]:
+    """The attention modules of DeepSeek's kind, with transformers' function for their softmax scale.
 
-    None for the other families.
+    They compute it from `rope_parameters` when they are made: `mscale_all_dim` multiplies the logits of all
+    channels, also of those that do not rotate. Empty for the other families.
     """
-    if not hasattr(sys.modules[type(base).__module__], "yarn_get_mscale"):
-        return None
+    modules = [module for module in base.base_model.modules() if hasattr(module, "qk_head_dim")]
+    named = [(each, vars(sys.modules[type(each).__module__]).get("yarn_apply_mscale")) for each in modules]
+    return [(module, scale) for module, scale in named if scale is not None]
+
+
+def sharpened_as_trained(encoding: Encoding, base: Any, shape: RopeShape) -> Encoding:
+    """YaRN as the model's own config applies it: a model of DeepSeek's kind keeps its two `mscale`.
+
+    Every other encoding, and YaRN with a factor on cos and sin of its own, is returned as it is.
+    """
+    if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
+        return replace(encoding, inner=sharpened_as_trained(encoding.inner, base, shape))
+    if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:
+        return encoding
     _, parameters = rotary_part(base.config)
-    if not parameters.get("mscale_all_dim"):
-        return {}
-    return {key: parameters[key] for key in ("factor", "mscale_all_dim")}
+    own = {key: parameters[key] for key in ("mscale", "mscale_all_dim") if parameters.get(key)}
+    return replace(encoding, **own) if len(own) == 2 and latent_attention(base) else encoding
 
 
 def stock_parameters(
