@@ -45,6 +45,7 @@ from rope_extend.models.undo import Removable, UndoLog
 from rope_extend.models.view import (
     CONFIG_RECORD,
     ORIGINAL_WINDOW,
+    STOCK_WINDOW,
     active_table,
     is_soft_capped,
     rotary_part,
@@ -207,7 +208,7 @@ class Patch(Removable):
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._undo.set(part, "max_position_embeddings", length)
+        self._undo.set(part, "max_position_embeddings", self.target_length)
         if hasattr(part, ORIGINAL_WINDOW):  # transformers prefers it to that in `rope_parameters`
             self._undo.set(part, ORIGINAL_WINDOW, self.shape.trained_length)
         for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
@@ -216,6 +217,7 @@ class Patch(Removable):
             "encoding": self.encoding.to_dict(),
             "shape": asdict(self.shape),
             "target_length": self.target_length,
+            STOCK_WINDOW: length,
             "rope_parameters": dict(parameters),
         }
         self._undo.set(config, CONFIG_RECORD, record)

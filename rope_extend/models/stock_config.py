@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, YaRN
 from rope_extend.encodings.composed import ComposedRope
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.view import ORIGINAL_WINDOW, config_record, rotary_part, stock_table
+from rope_extend.models.view import (
+    CONFIG_RECORD,
+    ORIGINAL_WINDOW,
+    STOCK_WINDOW,
+    config_record,
+    rotary_part,
+    stock_table,
+)
 
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
@@ -56,6 +65,43 @@ def stock_forms(
             yield form
 
 
+@contextlib.contextmanager
+def window_for_stock(config: Any) -> Iterator[Any]:
+    """The part of a config with `max_position_embeddings`, which within the context is what stock loaders need.
+
+    In a patched model it is the extended window, for whoever asks how much the model can read. Stock
+    transformers computes the tables of `dynamic` from it, and cannot extend the window by a method that it
+    does not have: both need the trained window in the file.
+    """
+    record, (part, _) = getattr(config, CONFIG_RECORD, None) or {}, rotary_part(config)
+    live = part.max_position_embeddings
+    if record.get("target_length") == live:
+        part.max_position_embeddings = record.get(STOCK_WINDOW, live)
+    try:
+        yield part
+    finally:
+        part.max_position_embeddings = live
+
+
+def _save_window_for_stock() -> None:
+    """Let every config of a patched model be saved as stock loaders need it, whoever saves it."""
+    stock = PreTrainedConfig.save_pretrained
+    stock = getattr(stock, "stock", stock)
+
+    @functools.wraps(stock)
+    def save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
+        if getattr(config, CONFIG_RECORD, None) is None:
+            return stock(config, *args, **options)
+        with window_for_stock(config):
+            return stock(config, *args, **options)
+
+    save_pretrained.__dict__["stock"] = stock
+    PreTrainedConfig.save_pretrained = save_pretrained
+
+
+_save_window_for_stock()
+
+
 def has_stock_config(config: Any, target_length: int) -> bool:
     """Whether stock transformers computes the encoding of a patched model from its config.
 
@@ -64,9 +110,9 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     record = config_record(config)
     if record and record.encoding.beyond_one_table(record.shape):
         return False
-    part, parameters = rotary_part(config)
-    kind = parameters.get("rope_type", "default")
-    return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
+    kind = rotary_part(config)[1].get("rope_type", "default")
+    with window_for_stock(config) as part:
+        return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
 
 
 def latent_attention(base: Any) -> list[tuple[Any, Callable[[dict[str, Any], float], float]]]:

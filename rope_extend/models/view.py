@@ -30,6 +30,8 @@ CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "pa
 CONFIG_RECORD = "rope_extend"
 """The attribute of `config` with the record of the patch; stock loaders keep it and ignore it."""
 ORIGINAL_WINDOW = "original_max_position_embeddings"
+STOCK_WINDOW = "stock_window"
+"""The key of that record with the `max_position_embeddings` that stock loaders need."""
 
 
 def unwrap(model: nn.Module) -> Any:
