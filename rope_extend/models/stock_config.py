@@ -67,7 +67,7 @@ def stock_forms(
 
 @contextlib.contextmanager
 def window_for_stock(config: Any) -> Iterator[Any]:
-    """The part of a config with `max_position_embeddings`, which within the context is what stock loaders need.
+    """The part of a config with `max_position_embeddings`, within the context that which stock loaders need.
 
     In a patched model it is the extended window, for whoever asks how much the model can read. Stock
     transformers computes the tables of `dynamic` from it, and cannot extend the window by a method that it

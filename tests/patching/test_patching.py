@@ -77,7 +77,7 @@ def test_extend_is_one_dial_and_reversible() -> None:
 
 
 @pytest.mark.parametrize("case", [*ENCODINGS, *ALTERNATIVES], ids=str)
-def test_a_patched_model_has_the_extended_window_and_its_files_that_of_stock(case: Any, tmp_path: Path) -> None:
+def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any, tmp_path: Path) -> None:
     """lm-eval, generation and others ask the model in memory how much it reads. What stock transformers loads
     must have the trained window if its tables follow from it, or if stock has no such method."""
     model, tokenizer = llama(), Tokenizer()
