@@ -252,11 +252,13 @@ def extended_again(
 def suggested_start(model: nn.Module, trained_length: int | None = None) -> tuple[str, str]:
     """Which `start` suits a checkpoint, and why, from its config alone.
 
-    Nothing in a config says whether its scaling was trained. If `max_position_embeddings` is less than the
-    window of the scaling, the scaling was added by hand, as the makers of Qwen advise, and was not trained.
+    Few configs say whether their scaling was trained, by `finetuned`, as YaRN's authors do. In others, if
+    `max_position_embeddings` is less than the window of the scaling, the scaling was added by hand, as the
+    makers of Qwen advise, and was not trained.
     """
     config = unwrap(model).config
-    window = rotary_part(config)[0].max_position_embeddings
+    part, parameters = rotary_part(config)
+    window, trained = part.max_position_embeddings, parameters.get("finetuned")
     if (recorded := unapplied_record(model)) is not None:
         return PRETRAINED, recorded[1]
     try:
@@ -265,6 +267,9 @@ def suggested_start(model: nn.Module, trained_length: int | None = None) -> tupl
         return PRETRAINED, "its present table is not one for all texts, so it cannot be extended again"
     if current.is_plain:
         return PRETRAINED, "the model has plain RoPE, so both starts are the same"
+    if trained is not None:
+        start = CURRENT if trained else PRETRAINED
+        return start, f"its config has finetuned: {str(bool(trained)).lower()} for its scaling"
     if config_record(config) is None and window < current.shape.trained_length:
         return PRETRAINED, (
             f"max_position_embeddings is {window}, so the scaling was added to the "
