@@ -194,6 +194,8 @@ def longrope(short: list[float], long: list[float], window: int, attention: floa
         ({TYPE: "yarn", BY: 4.0, FROM: 32}, {}, YARN),
         ({TYPE: "linear", BY: 2.0, FROM: 64}, {ONE: [1.0, 3.0]}, longrope([2.0, 6.0], [2.0, 6.0], 64, 1.0)),
         ({FROM: 32, ATTENTION: 1.2}, {LONG: [2.0], SHORT: [1.0]}, longrope([1.0], [2.0], 32, 1.2)),
+        ({TYPE: "longrope", BY: 4.0, FROM: 32}, {LONG: [2.0], SHORT: [1.0]}, longrope([4.0], [8.0], 32, 1.0)),
+        ({TYPE: "none", BY: 4.0, FROM: 32}, {LONG: [2.0], SHORT: [1.0]}, longrope([1.0], [2.0], 32, 1.0)),
         ({TYPE: "longrope"}, {}, "'longrope' has no form"),
         ({ATTENTION: 1.5}, {}, "attn_factor 1.5 without a table"),
         ({TYPE: "yarn"}, {ONE: [1.0]}, "'yarn' has no form"),
