@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rope_extend.checks import number, whole
 from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
@@ -25,7 +30,8 @@ class Metadata:
     """What a GGUF file says besides its weights.
 
     Attributes:
-        keys: all keys and values.
+        keys: all keys and values. Lists of texts and long lists are decoded and checked when they are asked
+            for, because only a tokenizer needs a vocabulary.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
         weights: the number of values in all other tensors.
         largest: the largest dimension of a tensor.
@@ -66,8 +72,8 @@ def state(path: Path) -> tuple[Path, int, int]:
     return path.resolve(), status.st_mtime_ns, status.st_size
 
 
-def gguf_reader(path: Path) -> Any:
-    """The reader of the package gguf for a file.
+def gguf_reader(path: Path, *, lists: bool = True) -> Any:
+    """The reader of the package gguf for a file; without `lists`, see `_skipping_reader`.
 
     Raises:
         RopeExtendError: the package is not installed, or this is no GGUF file.
@@ -79,16 +85,95 @@ def gguf_reader(path: Path) -> Any:
             f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
         ) from error
     try:
-        return GGUFReader(path)
+        return GGUFReader(path) if lists else _skipping_reader()(path)
     except Exception as error:  # the reader raises what the damage leads to
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
 
 
+_LONG = 1024
+
+
+@cache
+def _skipping_reader() -> Any:
+    """The class of a reader that steps over lists of texts, and over lists of `_LONG` numbers and more.
+
+    Such a list is one part of its field, the last, and `field.data` is empty. The package's own reader makes
+    two arrays of each of the 300,000 texts of a large vocabulary, which takes ten seconds.
+    """
+    from gguf.gguf_reader import GGUFReader, GGUFValueType, ReaderField
+
+    class SkippingReader(GGUFReader):  # type: ignore[misc]  # gguf is untyped
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type == GGUFValueType.ARRAY:
+                inner, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+                kind, count, start = GGUFValueType(inner[0]), int(length[0]), orig_offs + 12
+                number = self.gguf_scalar_to_np.get(kind)
+                if kind == GGUFValueType.STRING:
+                    size, end = struct.Struct(f"{length.dtype.str[0]}Q").unpack_from, start
+                    contents = memoryview(self.data)
+                    for _ in range(count):
+                        end += 8 + size(contents, end)[0]
+                    part = self._get(start, np.uint8, end - start)
+                    return end - orig_offs, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
+                if number is not None and count >= _LONG:
+                    part = self._get(start, number, count)
+                    return 12 + part.nbytes, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
+            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            end: int = super()._build_fields(offs, count)
+            words, name = self.get_field("tokenizer.ggml.tokens"), self.get_field("general.architecture")
+            if words is not None and name is not None and not words.data and words.parts[-2][0]:
+                size = f"{name.contents()}.vocab_size"  # from the list's length, as transformers would
+                own = ReaderField(words.offset, size, [words.parts[-2]], [0], [GGUFValueType.UINT64])
+                self.fields.setdefault(size, own)
+            return end
+
+    return SkippingReader
+
+
+@contextmanager
+def lists_skipped() -> Iterator[None]:
+    """Let transformers read no vocabulary within the context: its config and its weights need none."""
+    gguf = import_module("gguf")
+    before, gguf.GGUFReader = gguf.GGUFReader, _skipping_reader()
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = before
+
+
+class _Keys(Mapping[str, Any]):
+    """The values of all keys. Skipped lists are decoded and checked when they are first asked for."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path, self._values = path, {name: _value(field) for name, field in fields.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        if self.skips(key):
+            values = self._values[key]()
+            _check_keys(self._path, {key: _KEYS[key]} if key in _KEYS else {}, {key: values})
+            self._values[key] = values
+        return self._values[key]
+
+    def skips(self, key: str) -> bool:
+        """Whether a key's list has not been decoded."""
+        return callable(self._values.get(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 @lru_cache(maxsize=2)
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
-    reader = gguf_reader(path)
+    reader = gguf_reader(path, lists=False)
     try:
-        keys = {name: _value(field) for name, field in reader.fields.items()}
+        keys = _Keys(path, reader.fields)
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -110,11 +195,23 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
 
 
 def _value(field: Any) -> Any:
-    """The value of a key. A token need not be valid UTF-8."""
-    if field.types[-1].name != "STRING":
-        return field.contents()
-    texts = [field.parts[index].tobytes().decode("utf-8", "replace") for index in field.data]
-    return texts if field.types[0].name == "ARRAY" else texts[0]
+    """The value of a key, or what returns a list that was skipped. A token need not be valid UTF-8."""
+    text = field.types[-1].name == "STRING"
+    if len(field.types) == 2 and not field.data:
+        length, part = field.parts[-2], field.parts[-1].copy()  # not a view of the file
+        return partial(_texts, part.tobytes(), length.dtype.str[0]) if text else part.tolist
+    return field.parts[-1].tobytes().decode("utf-8", "replace") if text else field.contents()
+
+
+def _texts(data: bytes, order: str) -> list[str]:
+    """A list of texts, each after its length in bytes."""
+    texts, size, at = list[str](), struct.Struct(f"{order}Q").unpack_from, 0
+    while at < len(data):
+        at += 8
+        end = at + size(data, at - 8)[0]
+        texts.append(data[at:end].decode("utf-8", "replace"))
+        at = end
+    return texts
 
 
 Check = Callable[[str, str, Any], Any]
@@ -199,7 +296,8 @@ def _check(path: Path, metadata: Metadata) -> None:
     keys, architecture = metadata.keys, metadata.architecture
     if "general.architecture" not in keys:
         raise RopeExtendError(f"{path} names no architecture; it holds no model")
-    _check_keys(path, _KEYS, keys)
+    skips = keys.skips if isinstance(keys, _Keys) else lambda _key: False
+    _check_keys(path, {key: check for key, check in _KEYS.items() if not skips(key)}, keys)
     if (kind := keys.get("general.type", "model")) != "model":
         raise RopeExtendError(
             f"{path.name} holds no model: its general.type is {kind!r}. Give the file of the model that it "

@@ -216,7 +216,7 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
         return
     names = gguf.get_tensor_name_map(architecture, metadata.of_architecture("block_count", 0))
     counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-    stored, left_out = {tensor.name: tensor for tensor in gguf_reader(path).tensors}, set[str]()
+    stored, left_out = {tensor.name: tensor for tensor in gguf_reader(path, lists=False).tensors}, set[str]()
     for file in (checkpoint / name for name in weight_files(checkpoint)):
         with open_weights(file) as weights:
             for name in weights.keys():  # noqa: SIM118 - it is no mapping
