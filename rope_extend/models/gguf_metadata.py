@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ class Metadata:
     """What a GGUF file says besides its weights.
 
     Attributes:
-        keys: all keys and values. Lists of texts and long lists are decoded and checked when they are asked
-            for, because only a tokenizer needs a vocabulary.
+        keys: all keys and values.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
         weights: the number of values in all other tensors.
         largest: the largest dimension of a tensor.
@@ -109,15 +108,17 @@ def _skipping_reader() -> Any:
             if raw_type == GGUFValueType.ARRAY:
                 inner, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
                 kind, count, start = GGUFValueType(inner[0]), int(length[0]), orig_offs + 12
-                number = self.gguf_scalar_to_np.get(kind)
-                if kind == GGUFValueType.STRING:
-                    size, end = struct.Struct(f"{length.dtype.str[0]}Q").unpack_from, start
-                    contents = memoryview(self.data)
+                number, text = self.gguf_scalar_to_np.get(kind), kind == GGUFValueType.STRING
+                if text:
+                    size, contents, end = (
+                        struct.Struct(f"{length.dtype.str[0]}Q"),
+                        memoryview(self.data),
+                        start,
+                    )
                     for _ in range(count):
-                        end += 8 + size(contents, end)[0]
-                    part = self._get(start, np.uint8, end - start)
-                    return end - orig_offs, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
-                if number is not None and count >= _LONG:
+                        end += 8 + size.unpack_from(contents, end)[0]
+                    number, count = np.uint8, end - start
+                if text or (number is not None and count >= _LONG):
                     part = self._get(start, number, count)
                     return 12 + part.nbytes, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
@@ -145,35 +146,11 @@ def lists_skipped() -> Iterator[None]:
         gguf.GGUFReader = before
 
 
-class _Keys(Mapping[str, Any]):
-    """The values of all keys. Skipped lists are decoded and checked when they are first asked for."""
-
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        self._path, self._values = path, {name: _value(field) for name, field in fields.items()}
-
-    def __getitem__(self, key: str) -> Any:
-        if self.skips(key):
-            values = self._values[key]()
-            _check_keys(self._path, {key: _KEYS[key]} if key in _KEYS else {}, {key: values})
-            self._values[key] = values
-        return self._values[key]
-
-    def skips(self, key: str) -> bool:
-        """Whether a key's list has not been decoded."""
-        return callable(self._values.get(key))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 @lru_cache(maxsize=2)
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     reader = gguf_reader(path, lists=False)
     try:
-        keys = _Keys(path, reader.fields)
+        keys = {name: _value(field) for name, field in reader.fields.items()}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -195,22 +172,17 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
 
 
 def _value(field: Any) -> Any:
-    """The value of a key, or what returns a list that was skipped. A token need not be valid UTF-8."""
-    text = field.types[-1].name == "STRING"
-    if len(field.types) == 2 and not field.data:
-        length, part = field.parts[-2], field.parts[-1].copy()  # not a view of the file
-        return partial(_texts, part.tobytes(), length.dtype.str[0]) if text else part.tolist
-    return field.parts[-1].tobytes().decode("utf-8", "replace") if text else field.contents()
-
-
-def _texts(data: bytes, order: str) -> list[str]:
-    """A list of texts, each after its length in bytes."""
-    texts, size, at = list[str](), struct.Struct(f"{order}Q").unpack_from, 0
+    """The value of a key. A token need not be valid UTF-8."""
+    text, part = field.types[-1].name == "STRING", field.parts[-1]
+    if len(field.types) == 1 or field.data:
+        return part.tobytes().decode("utf-8", "replace") if text else field.contents()
+    if not text:
+        return part.tolist()
+    texts, data, at = list[str](), part.tobytes(), 0
+    size = struct.Struct(f"{field.parts[-2].dtype.str[0]}Q").unpack_from
     while at < len(data):
-        at += 8
-        end = at + size(data, at - 8)[0]
-        texts.append(data[at:end].decode("utf-8", "replace"))
-        at = end
+        start, at = at + 8, at + 8 + size(data, at)[0]
+        texts.append(data[start:at].decode("utf-8", "replace"))
     return texts
 
 
@@ -296,8 +268,7 @@ def _check(path: Path, metadata: Metadata) -> None:
     keys, architecture = metadata.keys, metadata.architecture
     if "general.architecture" not in keys:
         raise RopeExtendError(f"{path} names no architecture; it holds no model")
-    skips = keys.skips if isinstance(keys, _Keys) else lambda _key: False
-    _check_keys(path, {key: check for key, check in _KEYS.items() if not skips(key)}, keys)
+    _check_keys(path, _KEYS, keys)
     if (kind := keys.get("general.type", "model")) != "model":
         raise RopeExtendError(
             f"{path.name} holds no model: its general.type is {kind!r}. Give the file of the model that it "

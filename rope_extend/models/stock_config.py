@@ -73,33 +73,29 @@ def window_for_stock(config: Any) -> Iterator[Any]:
     transformers computes the tables of `dynamic` from it, and cannot extend the window by a method that it
     does not have: both need the trained window in the file.
     """
-    record, (part, _) = getattr(config, CONFIG_RECORD, None) or {}, rotary_part(config)
-    live = part.max_position_embeddings
-    if record.get("target_length") == live:
-        part.max_position_embeddings = record.get(STOCK_WINDOW, live)
+    record = getattr(config, CONFIG_RECORD, None)
+    record = record if isinstance(record, dict) else {}
+    part = rotary_part(config)[0] if record else config
+    extended = record and record.get("target_length") == part.max_position_embeddings
+    if extended:
+        part.max_position_embeddings = record.get(STOCK_WINDOW, record["target_length"])
     try:
         yield part
     finally:
-        part.max_position_embeddings = live
+        if extended:
+            part.max_position_embeddings = record["target_length"]
 
 
-def _save_window_for_stock() -> None:
-    """Let every config of a patched model be saved as stock loaders need it, whoever saves it."""
-    stock = PreTrainedConfig.save_pretrained
-    stock = getattr(stock, "stock", stock)
-
-    @functools.wraps(stock)
-    def save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
-        if getattr(config, CONFIG_RECORD, None) is None:
-            return stock(config, *args, **options)
-        with window_for_stock(config):
-            return stock(config, *args, **options)
-
-    save_pretrained.__dict__["stock"] = stock
-    PreTrainedConfig.save_pretrained = save_pretrained
+_save_config = PreTrainedConfig.save_pretrained
 
 
-_save_window_for_stock()
+@functools.wraps(_save_config)
+def _save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
+    with window_for_stock(config):
+        return _save_config(config, *args, **options)
+
+
+PreTrainedConfig.save_pretrained = _save_pretrained  # whoever saves the config of a patched model
 
 
 def has_stock_config(config: Any, target_length: int) -> bool:
