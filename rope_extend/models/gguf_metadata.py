@@ -71,20 +71,20 @@ def state(path: Path) -> tuple[Path, int, int]:
     return path.resolve(), status.st_mtime_ns, status.st_size
 
 
-def gguf_reader(path: Path, *, lists: bool = True) -> Any:
-    """The reader of the package gguf for a file; without `lists`, see `_skipping_reader`.
+def gguf_reader(path: Path) -> Any:
+    """The reader of the package gguf for a file, with `field_value` for its fields.
 
     Raises:
         RopeExtendError: the package is not installed, or this is no GGUF file.
     """
     try:
-        from gguf import GGUFReader
+        import_module("gguf")
     except ImportError as error:
         raise RopeExtendError(
             f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
         ) from error
     try:
-        return GGUFReader(path) if lists else _skipping_reader()(path)
+        return _skipping_reader()(path)
     except Exception as error:  # the reader raises what the damage leads to
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
 
@@ -99,7 +99,7 @@ def _skipping_reader() -> Any:
     Such a list is one part of its field, the last, and `field.data` is empty. The package's own reader makes
     two arrays of each of the 300,000 texts of a large vocabulary, which takes ten seconds.
     """
-    from gguf.gguf_reader import GGUFReader, GGUFValueType, ReaderField
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     class SkippingReader(GGUFReader):  # type: ignore[misc]  # gguf is untyped
         def _get_field_parts(
@@ -123,23 +123,24 @@ def _skipping_reader() -> Any:
                     return 12 + part.nbytes, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
 
-        def _build_fields(self, offs: int, count: int) -> int:
-            end: int = super()._build_fields(offs, count)
-            words, name = self.get_field("tokenizer.ggml.tokens"), self.get_field("general.architecture")
-            if words is not None and name is not None and not words.data and words.parts[-2][0]:
-                size = f"{name.contents()}.vocab_size"  # from the list's length, as transformers would
-                own = ReaderField(words.offset, size, [words.parts[-2]], [0], [GGUFValueType.UINT64])
-                self.fields.setdefault(size, own)
-            return end
-
     return SkippingReader
 
 
 @contextmanager
 def lists_skipped() -> Iterator[None]:
-    """Let transformers read no vocabulary within the context: its config and its weights need none."""
+    """Let transformers read no vocabulary within the context: config and weights need only its length."""
     gguf = import_module("gguf")
-    before, gguf.GGUFReader = gguf.GGUFReader, _skipping_reader()
+
+    def reader(path: str) -> Any:
+        found = gguf_reader(Path(path))
+        words, kind = found.get_field("tokenizer.ggml.tokens"), gguf.GGUFValueType.UINT64
+        if words is not None:
+            name = f"{found.get_field('general.architecture').contents()}.vocab_size"
+            length = gguf.ReaderField(words.offset, name, [words.parts[-2]], [0], [kind])
+            found.fields.setdefault(name, length)
+        return found
+
+    before, gguf.GGUFReader = gguf.GGUFReader, reader
     try:
         yield
     finally:
@@ -148,9 +149,9 @@ def lists_skipped() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
-    reader = gguf_reader(path, lists=False)
+    reader = gguf_reader(path)
     try:
-        keys = {name: _value(field) for name, field in reader.fields.items()}
+        keys = {name: field_value(field) for name, field in reader.fields.items()}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -171,19 +172,18 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     return metadata
 
 
-def _value(field: Any) -> Any:
-    """The value of a key. A token need not be valid UTF-8."""
-    text, part = field.types[-1].name == "STRING", field.parts[-1]
-    if len(field.types) == 1 or field.data:
-        return part.tobytes().decode("utf-8", "replace") if text else field.contents()
-    if not text:
-        return part.tolist()
-    texts, data, at = list[str](), part.tobytes(), 0
-    size = struct.Struct(f"{field.parts[-2].dtype.str[0]}Q").unpack_from
-    while at < len(data):
-        start, at = at + 8, at + 8 + size(data, at)[0]
-        texts.append(data[start:at].decode("utf-8", "replace"))
-    return texts
+def field_value(field: Any, *, raw: bool = False) -> Any:
+    """The value of a key. A token need not be valid UTF-8: with `raw`, texts are bytes."""
+    data, skipped = field.parts[-1], len(field.types) == 2 and not field.data
+    if field.types[-1].name != "STRING":
+        return data.tolist() if skipped else field.contents()
+    texts, end, data = list[bytes](), 0, data.tobytes()
+    while skipped and end < len(data):
+        start = end + 8
+        end = start + struct.unpack_from(f"{field.parts[-2].dtype.str[0]}Q", data, end)[0]
+        texts.append(data[start:end])
+    values = [text if raw else text.decode("utf-8", "replace") for text in (texts if skipped else [data])]
+    return values if skipped else values[0]
 
 
 Check = Callable[[str, str, Any], Any]
