@@ -110,13 +110,9 @@ def _skipping_reader() -> Any:
                 kind, count, start = GGUFValueType(inner[0]), int(length[0]), orig_offs + 12
                 number, text = self.gguf_scalar_to_np.get(kind), kind == GGUFValueType.STRING
                 if text:
-                    size, contents, end = (
-                        struct.Struct(f"{length.dtype.str[0]}Q"),
-                        memoryview(self.data),
-                        start,
-                    )
+                    size, contents, end = f"{length.dtype.str[0]}Q", memoryview(self.data), start
                     for _ in range(count):
-                        end += 8 + size.unpack_from(contents, end)[0]
+                        end += 8 + struct.unpack_from(size, contents, end)[0]
                     number, count = np.uint8, end - start
                 if text or (number is not None and count >= _LONG):
                     part = self._get(start, number, count)
