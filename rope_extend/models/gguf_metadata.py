@@ -99,16 +99,15 @@ def _skipping_reader() -> Any:
     Such a list is one part of its field, the last, and `field.data` is empty. The package's own reader makes
     two arrays of each of the 300,000 texts of a large vocabulary, which takes ten seconds.
     """
-    from gguf.gguf_reader import GGUFReader, GGUFValueType
+    gguf: Any = import_module("gguf.gguf_reader")
+    kinds = gguf.GGUFValueType
 
-    class SkippingReader(GGUFReader):  # type: ignore[misc]  # gguf is untyped
-        def _get_field_parts(
-            self, orig_offs: int, raw_type: int
-        ) -> tuple[int, list[Any], list[int], list[Any]]:
-            if raw_type == GGUFValueType.ARRAY:
+    class SkippingReader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == kinds.ARRAY:
                 inner, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-                kind, count, start = GGUFValueType(inner[0]), int(length[0]), orig_offs + 12
-                number, text = self.gguf_scalar_to_np.get(kind), kind == GGUFValueType.STRING
+                kind, count, start = kinds(inner[0]), int(length[0]), orig_offs + 12
+                number, text = self.gguf_scalar_to_np.get(kind), kind == kinds.STRING
                 if text:
                     size, contents, end = f"{length.dtype.str[0]}Q", memoryview(self.data), start
                     for _ in range(count):
@@ -116,8 +115,8 @@ def _skipping_reader() -> Any:
                     number, count = np.uint8, end - start
                 if text or (number is not None and count >= _LONG):
                     part = self._get(start, number, count)
-                    return 12 + part.nbytes, [inner, length, part], [], [GGUFValueType.ARRAY, kind]
-            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+                    return 12 + part.nbytes, [inner, length, part], [], [kinds.ARRAY, kind]
+            return super()._get_field_parts(orig_offs, raw_type)
 
     return SkippingReader
 
@@ -125,7 +124,7 @@ def _skipping_reader() -> Any:
 @contextmanager
 def lists_skipped() -> Iterator[None]:
     """Let transformers read no vocabulary within the context: config and weights need only its length."""
-    gguf = import_module("gguf")
+    gguf: Any = import_module("gguf")
 
     def reader(path: str) -> Any:
         found = gguf_reader(Path(path))

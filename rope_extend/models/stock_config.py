@@ -128,7 +128,8 @@ def sharpened_as_trained(encoding: Encoding, base: Any, shape: RopeShape) -> Enc
     Every other encoding, and YaRN with a factor on cos and sin of its own, is returned as it is.
     """
     if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
-        return replace(encoding, inner=sharpened_as_trained(encoding.inner, base, shape))
+        inner: Any = sharpened_as_trained(encoding.inner, base, shape)
+        return replace(encoding, inner=inner)
     if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:
         return encoding
     _, parameters = rotary_part(base.config)
