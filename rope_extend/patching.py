@@ -25,7 +25,7 @@ from rope_extend.attention.handlers import handler_for
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
 from rope_extend.encodings.core.shapes import check_length
-from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
 from rope_extend.method_names import CURRENT, PRETRAINED, check_start
 from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
@@ -34,8 +34,9 @@ from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
+    latent_attention,
     nested,
-    softmax_scale_of,
+    sharpened_as_trained,
     stock_forms,
     stock_parameters,
     with_carried,
@@ -44,6 +45,7 @@ from rope_extend.models.undo import Removable, UndoLog
 from rope_extend.models.view import (
     CONFIG_RECORD,
     ORIGINAL_WINDOW,
+    STOCK_WINDOW,
     active_table,
     is_soft_capped,
     rotary_part,
@@ -180,16 +182,25 @@ class Patch(Removable):
             # Stock transformers needs it for `yarn` and `dynamic`.
             self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
-        softmax_scale = softmax_scale_of(base)
+        latent = latent_attention(base)
         stock = None
         if self.rotary is self.encoding:
-            forms = stock_forms(self.rotary, self.shape, pairs, softmax_scale)
+            forms = stock_forms(self.rotary, self.shape, pairs, latent=bool(latent))
             stock = stock_parameters(
                 self.rotary, self.shape, adapter, config, forms, pairs, self.target_length
             )
         none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
-        parameters = stock or next(stock_forms(none, self.shape, pairs, softmax_scale))
+        parameters = stock or next(stock_forms(none, self.shape, pairs, latent=bool(latent)))
         parameters = with_carried(parameters, old_parameters, self.shape.trained_length)
+        if latent and stock is None and self.rotary.mscale_all_dim is not None:
+            raise UnsupportedModelError(
+                f"{config.model_type} scales its softmax by mscale_all_dim, once for all texts, and "
+                f"{self.encoding} is not one table; leave out mscale and mscale_all_dim"
+            )
+        for module, scale_of in latent:
+            scale = scale_of(parameters, module.qk_head_dim**-0.5)
+            self.changed |= scale != module.scaling
+            self._undo.set(module, "scaling", scale)
         if bases := adapter.bases(config):
             new_bases = [base and parameters["rope_theta"] for base in bases]
             self._undo.set(part, adapter.layer_bases, new_bases)
@@ -197,7 +208,7 @@ class Patch(Removable):
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._undo.set(part, "max_position_embeddings", length)
+        self._undo.set(part, "max_position_embeddings", self.target_length)
         if hasattr(part, ORIGINAL_WINDOW):  # transformers prefers it to that in `rope_parameters`
             self._undo.set(part, ORIGINAL_WINDOW, self.shape.trained_length)
         for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
@@ -206,6 +217,7 @@ class Patch(Removable):
             "encoding": self.encoding.to_dict(),
             "shape": asdict(self.shape),
             "target_length": self.target_length,
+            STOCK_WINDOW: length,
             "rope_parameters": dict(parameters),
         }
         self._undo.set(config, CONFIG_RECORD, record)
@@ -332,7 +344,8 @@ def patch_model(
 
     Args:
         model: a transformers model of a supported family, with or without a PEFT adapter.
-        encoding: the encoding.
+        encoding: the encoding. `yarn` takes `mscale` and `mscale_all_dim` from the config of a model of
+            DeepSeek's kind, unless it has its own.
         trained_length: the window that the model was pretrained on, in tokens; needed if its config is wrong.
         target_length: the new context window in tokens; by default the encoding's own, or else the model's
             present one.
@@ -349,6 +362,7 @@ def patch_model(
             f"patch_model takes an encoding, got {encoding!r}; make one with encoding('yarn', factor=8.0)"
         )
     shape = shape_of(model, trained_length)
+    encoding = sharpened_as_trained(encoding, unwrap(model), shape)
     if target_length is None:
         target_length = encoding.target_length(shape)
     if target_length is None:
@@ -428,6 +442,7 @@ def extend(
                 f"{target_length}; within it the model needs no extension"
             )
         encoding = named.for_target(shape, target_length, **parameters)
+    encoding = sharpened_as_trained(encoding, unwrap(model), shape)
     present = current_patch(model)
     if present is not None and (present.encoding, present.target_length) == (encoding, target_length):
         raise PatchError(

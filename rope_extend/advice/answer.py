@@ -128,9 +128,6 @@ def _nothing_to_do(
 
 def _by_the_makers(question: Question) -> Advice:
     """The advice for a model whose card gives a YaRN stanza."""
-    if question.shape.trained_length != STANZA_ORIGINAL:  # every command must count from the same window
-        shape = replace(question.shape, trained_length=STANZA_ORIGINAL)
-        question = replace(question, shape=shape, stated=STANZA_ORIGINAL)
     reason = (
         "The makers of this model recommend YaRN without training up to "
         f"{format_length(STANZA_LONGEST)} tokens: factor {question.factor:g} over "

@@ -46,8 +46,8 @@ _STANZAS = {"qwen2": 3584, "qwen3": 2560, "qwen3_moe": 2048}
 """Families whose model cards give a YaRN stanza for 4 times the window, and the least hidden size of those.
 
 The cards of Qwen2 and Qwen2.5 with 7B and more, and of Qwen3 with 4B and more: 32,768 tokens natively, and
-131,072 with YaRN and factor 4. The smaller models of these series are for 32,768 tokens. Qwen3's config says
-40,960, which is 32,768 and a reserve for the answer. Qwen2.5-Math has 4,096 tokens, and another base.
+131,072 with YaRN and factor 4. The smaller models of these series are for 32,768 tokens. Qwen2.5-Math has
+4,096 tokens, and another base.
 """
 
 
@@ -77,8 +77,10 @@ def window_of_config(config: Any) -> Window:
         return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
     least = _STANZAS.get(config.model_type)
     large = least is not None and config.hidden_size >= least
-    stanza = large and tokens in (STANZA_ORIGINAL, 40_960) and parameters.get("rope_theta") == 1e6
-    return Window(tokens, "its config says so, without scaling", local, stanza=stanza)
+    stanza = large and tokens == STANZA_ORIGINAL and parameters.get("rope_theta") == 1e6
+    stated = rotary_part(config)[0].max_position_embeddings
+    rest = "so" if stated == tokens else f"{stated:,}, with a reserve for the answer"
+    return Window(tokens, f"its config says {rest}, without scaling", local, stanza=stanza)
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,7 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
     if source is None:
         return
     tokenizer = pretrained(AutoTokenizer, str(source))
-    tokenizer.model_max_length = target_length
-    write_tokenizer(tokenizer, directory)
+    write_tokenizer(tokenizer, directory, target_length)
     if not (files / _SENTENCEPIECE).exists() or (directory / _SENTENCEPIECE).exists():
         return
     if source == files or pretrained(AutoTokenizer, str(files)).get_vocab() == tokenizer.get_vocab():

@@ -80,7 +80,7 @@ def save(
         else:
             write_model(unwrap(model), staging, max_shard_size)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, staging)
+            write_tokenizer(tokenizer, staging, record.target_length)
         finish(staging, model, record, guard=guard, renamed=bool(base_model))
         check_finite(staging)
     if adapter:
@@ -168,11 +168,14 @@ def write_model(base: Any, directory: Path, max_shard_size: int | str | None = N
         type(base).save_pretrained(base, directory, state_dict=state, **options)
 
 
-def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+def write_tokenizer(tokenizer: Any, directory: Path, window: int | None = None) -> None:
     """`tokenizer.save_pretrained`, with an OSError if the disk is full.
 
-    Several chat templates go into its config, so that all files of a checkpoint are in one directory.
+    Several chat templates go into its config, so that all files of a checkpoint are in one directory. The
+    files state `window` as `model_max_length`, if it is given.
     """
+    before = tokenizer.model_max_length
+    tokenizer.model_max_length = before if window is None else window
     try:
         tokenizer.save_pretrained(
             directory, save_jinja_files=not isinstance(getattr(tokenizer, "chat_template", None), dict)
@@ -181,6 +184,8 @@ def write_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise
     except Exception as error:  # the tokenizers library raises no other type
         raise OSError(f"the tokenizer cannot be written: {error}") from error
+    finally:
+        tokenizer.model_max_length = before
 
 
 @contextmanager

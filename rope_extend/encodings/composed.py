@@ -41,6 +41,7 @@ class ComposedRope(RopeEncoding):
 
     depends_on_length = _as_inner("depends_on_length")
     start_tokens = _as_inner("start_tokens")
+    mscale_all_dim = _as_inner("mscale_all_dim")
     rotates_in_attention = _as_inner("rotates_in_attention")
     inv_freq = _as_inner("inv_freq")
     attention_factor = _as_inner("attention_factor")

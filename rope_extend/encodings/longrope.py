@@ -52,12 +52,14 @@ class LongRoPE(ScaledRope):
         start_tokens: n-hat: positions below this keep plain RoPE's angles.
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
             config.json.
+        mscale_all_dim: the weight of `ln s` in the softmax scale of families of DeepSeek's kind.
     """
 
     long_factor: Annotated[tuple[float, ...], _divisors]
     short_factor: Annotated[tuple[float, ...] | None, _divisors] = None
     start_tokens: Annotated[int, whole(0, MAX_LENGTH)] = 0
     attention_scale: Annotated[float | None, number(0, 100, above=True)] = None
+    mscale_all_dim: Annotated[float | None, number(0, 100, above=True)] = None
 
     name: ClassVar[str] = "longrope"
     paper: ClassVar[str] = "2402.13753"

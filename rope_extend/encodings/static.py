@@ -191,7 +191,8 @@ class YaRN(ScaledRope):
         attention_scale: replaces the factor `0.1 ln s + 1` on cos and sin; `attention_factor` in config.json.
         truncate: whether the ends of the ramp are rounded outwards to whole channels; for `ramp="index"`.
         mscale: with `mscale_all_dim`, DeepSeek's form of the factor: the weight of `ln s` in its numerator.
-        mscale_all_dim: the weight of `ln s` in its denominator.
+        mscale_all_dim: the weight of `ln s` in its denominator, and in the softmax scale of families of
+            DeepSeek's kind.
         ramp: the ramp is linear in the channel `index` or in the number of `turns`.
         critical: the first channel pair that is divided by s in full, in place of `beta_slow`: LongRoPE2's
             critical pair (2502.20082), for `ramp="index"`. `theoretical`, which is the default too, is the

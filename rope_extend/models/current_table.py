@@ -6,7 +6,8 @@ divisors of both, as the second stage of LongRoPE does (2402.13753), and the fac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from rope_extend.encodings.core.shapes import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
+from rope_extend.models.stock_config import latent_attention
 from rope_extend.models.view import (
     config_record,
     current_window,
@@ -44,12 +46,15 @@ class CurrentTable:
             it.
         attention_factor: the present factor on cos and sin.
         short: the divisors within the pretrained window, if they are others (`longrope` with two lists).
+        mscale: the square root of the present factor on all attention logits, in families of DeepSeek's kind;
+            None in others.
     """
 
     pretrained: RopeShape
     shape: ExtendedShape
     attention_factor: float
     short: tuple[float, ...] | None = None
+    mscale: float | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -64,7 +69,8 @@ class CurrentTable:
     def extended_by(self, top: RopeEncoding, target_length: int) -> LongRoPE:
         """The present schedule with another one on top, as one table: the products of divisors and factors.
 
-        A short list is kept, but `longrope` has one factor on cos and sin for both lists.
+        A short list is kept, but `longrope` has one factor on cos and sin for both lists. If the present
+        scaling multiplies all logits, as in DeepSeek's models, so does the new factor.
 
         Args:
             top: a schedule with one table, computed for `shape`.
@@ -78,8 +84,14 @@ class CurrentTable:
                 f"start='current' multiplies two tables, and {top} is not one table: {reason}; use a method "
                 "with one static table, such as yarn"
             )
-        factor = self.attention_factor * top.attention_factor(self.shape, target_length)
-        return self.with_table(top.inv_freq(self.shape, target_length), factor, target_length)
+        factor, mscale = top.attention_factor(self.shape, target_length), self.mscale
+        if mscale is not None and top.mscale_all_dim is not None:
+            mscale *= 1 + 0.1 * top.mscale_all_dim * math.log(target_length / self.shape.trained_length)
+        elif mscale is not None and mscale != 1:
+            mscale, factor = mscale * factor, 1.0
+        factor *= self.attention_factor
+        table = top.inv_freq(self.shape, target_length)
+        return replace(self, mscale=mscale).with_table(table, factor, target_length)
 
     def with_table(self, table: Tensor, attention_factor: float, target_length: int) -> LongRoPE:
         """A table and a factor on cos and sin as an encoding of the pretrained model; it keeps `short`.
@@ -90,11 +102,14 @@ class CurrentTable:
             target_length: the new window, in tokens.
         """
         divisors = divisors_of(table, self.pretrained)
+        factor = max(1.0, target_length / self.pretrained.trained_length)
+        weight = None if self.mscale in (None, 1.0) else 10 * (self.mscale - 1) / math.log(factor)
         return LongRoPE(
-            max(1.0, target_length / self.pretrained.trained_length),
+            factor,
             long_factor=divisors,
             short_factor=self.short or divisors,
             attention_scale=attention_factor,
+            mscale_all_dim=weight,
         )
 
 
@@ -123,10 +138,13 @@ def current_table(
     if current_length is None:
         current_length = current_window(unwrap(model).config)
     window = check_length("start='current'", "current_length", current_length)
-    if window < shape.trained_length:
+    latent = latent_attention(unwrap(model))
+    scales = [math.sqrt(module.scaling / module.qk_head_dim**-0.5) for module, _ in latent]
+    mscale = scales[0] if scales else None
+    if window < (least := shape.trained_length + (mscale not in (None, 1.0))):
         raise RopeExtendError(
-            f"start='current': current_length is {window}, less than the {shape.trained_length} tokens of "
-            "pretraining; give the window that the model was trained to read last"
+            f"start='current': current_length is {window}, less than the {least} tokens that it was "
+            "trained on at least; give the window that the model was trained to read last"
         )
     if (recorded := unapplied_record(model)) is not None:
         raise RopeExtendError(f"start='current' needs the table that the model has now, and {recorded[1]}")
@@ -159,7 +177,7 @@ def current_table(
         # Without the rounding of transformers' float32.
         pairs, factor = encoding.inv_freq(shape, window + 1), encoding.attention_factor(shape, window + 1)
     return CurrentTable(
-        shape, ExtendedShape(shape.dim, shape.theta, window, tuple(pairs.tolist())), factor, short
+        shape, ExtendedShape(shape.dim, shape.theta, window, tuple(pairs.tolist())), factor, short, mscale
     )
 
 
@@ -234,11 +252,13 @@ def extended_again(
 def suggested_start(model: nn.Module, trained_length: int | None = None) -> tuple[str, str]:
     """Which `start` suits a checkpoint, and why, from its config alone.
 
-    Nothing in a config says whether its scaling was trained. If `max_position_embeddings` is less than the
-    window of the scaling, the scaling was added by hand, as the makers of Qwen advise, and was not trained.
+    Few configs say whether their scaling was trained, by `finetuned`, as YaRN's authors do. In others, if
+    `max_position_embeddings` is less than the window of the scaling, the scaling was added by hand, as the
+    makers of Qwen advise, and was not trained.
     """
     config = unwrap(model).config
-    window = rotary_part(config)[0].max_position_embeddings
+    part, parameters = rotary_part(config)
+    window, trained = part.max_position_embeddings, parameters.get("finetuned")
     if (recorded := unapplied_record(model)) is not None:
         return PRETRAINED, recorded[1]
     try:
@@ -247,6 +267,9 @@ def suggested_start(model: nn.Module, trained_length: int | None = None) -> tupl
         return PRETRAINED, "its present table is not one for all texts, so it cannot be extended again"
     if current.is_plain:
         return PRETRAINED, "the model has plain RoPE, so both starts are the same"
+    if trained is not None:
+        start = CURRENT if trained else PRETRAINED
+        return start, f"its config has finetuned: {str(bool(trained)).lower()} for its scaling"
     if config_record(config) is None and window < current.shape.trained_length:
         return PRETRAINED, (
             f"max_position_embeddings is {window}, so the scaling was added to the "

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.gguf_metadata import ADVICE, gguf_metadata, state
+from rope_extend.models.gguf_metadata import ADVICE, gguf_metadata, lists_skipped, state
 from rope_extend.models.gguf_scaling import DEFAULT_BASE, rope_scaling
 from rope_extend.models.locating import GGUF
 from rope_extend.models.view import shape_of
@@ -76,7 +76,8 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
             f"{path.name} does not state attention.head_count_kv, without which transformers leaves the "
             f"channels of queries and keys in llama.cpp's order. {ADVICE}"
         )
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with lists_skipped():
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name
     for name in ("bos", "eos", "padding"):
@@ -123,14 +124,16 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
             "model; move one of them to another directory"
         )
     with_report = kwargs.pop("output_loading_info", False)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        config=gguf_config(path),
-        quantization_config=GgufConfig(dequantize=True),  # adapters are trained on plain weights
-        output_loading_info=True,
-        **kwargs,
-    )
+    config = gguf_config(path)
+    with lists_skipped():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            config=config,
+            quantization_config=GgufConfig(dequantize=True),  # adapters are trained on plain weights
+            output_loading_info=True,
+            **kwargs,
+        )
     _check_loaded(path, model, report["missing_keys"])
     _set_ends(path, model)
     model.config.name_or_path = model.name_or_path = str(path)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rope_extend.checks import number, whole
 from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
@@ -67,28 +72,81 @@ def state(path: Path) -> tuple[Path, int, int]:
 
 
 def gguf_reader(path: Path) -> Any:
-    """The reader of the package gguf for a file.
+    """The reader of the package gguf for a file, with `field_value` for its fields.
 
     Raises:
         RopeExtendError: the package is not installed, or this is no GGUF file.
     """
     try:
-        from gguf import GGUFReader
+        import_module("gguf")
     except ImportError as error:
         raise RopeExtendError(
             f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
         ) from error
     try:
-        return GGUFReader(path)
+        return _skipping_reader()(path)
     except Exception as error:  # the reader raises what the damage leads to
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
+
+
+_LONG = 1024
+
+
+@cache
+def _skipping_reader() -> Any:
+    """The class of a reader that steps over lists of texts, and over lists of `_LONG` numbers and more.
+
+    Such a list is one part of its field, the last, and `field.data` is empty. The package's own reader makes
+    two arrays of each of the 300,000 texts of a large vocabulary, which takes ten seconds.
+    """
+    gguf: Any = import_module("gguf.gguf_reader")
+    kinds = gguf.GGUFValueType
+
+    class SkippingReader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == kinds.ARRAY:
+                inner, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+                kind, count, start = kinds(inner[0]), int(length[0]), orig_offs + 12
+                number, text = self.gguf_scalar_to_np.get(kind), kind == kinds.STRING
+                if text:
+                    size, contents, end = f"{length.dtype.str[0]}Q", memoryview(self.data), start
+                    for _ in range(count):
+                        end += 8 + struct.unpack_from(size, contents, end)[0]
+                    number, count = np.uint8, end - start
+                if text or (number is not None and count >= _LONG):
+                    part = self._get(start, number, count)
+                    return 12 + part.nbytes, [inner, length, part], [], [kinds.ARRAY, kind]
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    return SkippingReader
+
+
+@contextmanager
+def lists_skipped() -> Iterator[None]:
+    """Let transformers read no vocabulary within the context: config and weights need only its length."""
+    gguf: Any = import_module("gguf")
+
+    def reader(path: str) -> Any:
+        found = gguf_reader(Path(path))
+        words, kind = found.get_field("tokenizer.ggml.tokens"), gguf.GGUFValueType.UINT64
+        if words is not None:
+            name = f"{found.get_field('general.architecture').contents()}.vocab_size"
+            length = gguf.ReaderField(words.offset, name, [words.parts[-2]], [0], [kind])
+            found.fields.setdefault(name, length)
+        return found
+
+    before, gguf.GGUFReader = gguf.GGUFReader, reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = before
 
 
 @lru_cache(maxsize=2)
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     reader = gguf_reader(path)
     try:
-        keys = {name: _value(field) for name, field in reader.fields.items()}
+        keys = {name: field_value(field) for name, field in reader.fields.items()}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -109,12 +167,18 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     return metadata
 
 
-def _value(field: Any) -> Any:
-    """The value of a key. A token need not be valid UTF-8."""
+def field_value(field: Any, *, raw: bool = False) -> Any:
+    """The value of a key. A token need not be valid UTF-8: with `raw`, texts are bytes."""
+    data, skipped = field.parts[-1], len(field.types) == 2 and not field.data
     if field.types[-1].name != "STRING":
-        return field.contents()
-    texts = [field.parts[index].tobytes().decode("utf-8", "replace") for index in field.data]
-    return texts if field.types[0].name == "ARRAY" else texts[0]
+        return data.tolist() if skipped else field.contents()
+    texts, end, data = list[bytes](), 0, data.tobytes()
+    while skipped and end < len(data):
+        start = end + 8
+        end = start + struct.unpack_from(f"{field.parts[-2].dtype.str[0]}Q", data, end)[0]
+        texts.append(data[start:end])
+    values = [text if raw else text.decode("utf-8", "replace") for text in (texts if skipped else [data])]
+    return values if skipped else values[0]
 
 
 Check = Callable[[str, str, Any], Any]

@@ -71,11 +71,14 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
 
 
 def _with_tables(metadata: Metadata, factor: float, stated: int, attention: float) -> dict[str, Any]:
-    """The `rope_parameters` of a file with divisors, of which `rope_freqs.weight` has precedence."""
-    tables = metadata.tables
+    """The `rope_parameters` of a file with divisors, of which `rope_freqs.weight` has precedence.
+
+    llama.cpp divides by the factor too, for every `rope.scaling.type` except `none`.
+    """
+    tables = {name: [value * factor for value in table] for name, table in metadata.tables.items()}
     short, long = tables.get(SHORT), tables.get(LONG)
     if LIST in tables:
-        short = long = [value * factor for value in tables[LIST]]
+        short = long = tables[LIST]
         base = float(metadata.of_architecture("rope.freq_base", DEFAULT_BASE))
         found = llama3_of(long, base) if attention == 1.0 else None
         if found is not None and stated in (0, found["original_max_position_embeddings"]):

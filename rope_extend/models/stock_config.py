@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, YaRN
+from rope_extend.encodings.composed import ComposedRope
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.view import ORIGINAL_WINDOW, config_record, rotary_part, stock_table
+from rope_extend.models.view import (
+    CONFIG_RECORD,
+    ORIGINAL_WINDOW,
+    STOCK_WINDOW,
+    config_record,
+    rotary_part,
+    stock_table,
+)
 
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
@@ -24,14 +35,13 @@ DUAL_CHUNK_KEY = "dual_chunk_attention_config"
 
 
 def stock_forms(
-    encoding: RopeEncoding, shape: RopeShape, pairs: int, softmax_scale: Mapping[str, Any] | None
+    encoding: RopeEncoding, shape: RopeShape, pairs: int, *, latent: bool
 ) -> Iterator[dict[str, Any]]:
     """The `rope_parameters` that may express an encoding, the native form first.
 
     With more than `dim/2` pairs, the form also has to express the pairs that do not rotate. `proportional`
     has a share of rotating pairs, and `longrope` gets `ZERO_FREQUENCY_DIVISOR` for the others.
-    `softmax_scale` is the result of `softmax_scale_of`. A patch does not change it, so the form must give
-    the same scale.
+    `latent`: whether the family computes its softmax scale from the form too, see `latent_attention`.
     """
     for make in (encoding.rope_parameters, encoding.longrope_parameters):
         with contextlib.suppress(RopeExtendError):
@@ -48,16 +58,44 @@ def stock_forms(
                     form["partial_rotary_factor"] = 1.0
                 else:
                     continue
-            if softmax_scale is not None and "mscale_all_dim" in form:
-                form = {key: value for key, value in form.items() if key not in ("mscale", "mscale_all_dim")}
-                form["attention_factor"] = encoding.attention_factor(shape)
-            if softmax_scale is not None and form["rope_type"] != "default":
+            if latent and form["rope_type"] != "default":
                 form.setdefault("factor", 1.0)  # transformers 5.17 requires one, without effect
-            if softmax_scale:
-                if form["rope_type"] != "longrope":
-                    continue
-                form |= softmax_scale
+                if encoding.mscale_all_dim is not None:
+                    form["mscale_all_dim"] = encoding.mscale_all_dim
             yield form
+
+
+@contextlib.contextmanager
+def window_for_stock(config: Any) -> Iterator[Any]:
+    """The part of a config with `max_position_embeddings`, within the context that which stock loaders need.
+
+    In a patched model it is the extended window, for whoever asks how much the model can read. Stock
+    transformers computes the tables of `dynamic` from it, and cannot extend the window by a method that it
+    does not have: both need the trained window in the file.
+    """
+    record = getattr(config, CONFIG_RECORD, None)
+    record = record if isinstance(record, dict) else {}
+    part = rotary_part(config)[0] if record else config
+    extended = record and record.get("target_length") == part.max_position_embeddings
+    if extended:
+        part.max_position_embeddings = record.get(STOCK_WINDOW, record["target_length"])
+    try:
+        yield part
+    finally:
+        if extended:
+            part.max_position_embeddings = record["target_length"]
+
+
+_save_config = PreTrainedConfig.save_pretrained
+
+
+@functools.wraps(_save_config)
+def _save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
+    with window_for_stock(config):
+        return _save_config(config, *args, **options)
+
+
+PreTrainedConfig.save_pretrained = _save_pretrained  # whoever saves the config of a patched model
 
 
 def has_stock_config(config: Any, target_length: int) -> bool:
@@ -68,22 +106,35 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     record = config_record(config)
     if record and record.encoding.beyond_one_table(record.shape):
         return False
-    part, parameters = rotary_part(config)
-    kind = parameters.get("rope_type", "default")
-    return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
+    kind = rotary_part(config)[1].get("rope_type", "default")
+    with window_for_stock(config) as part:
+        return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
 
 
-def softmax_scale_of(base: Any) -> dict[str, Any] | None:
-    """The `rope_parameters` that set the scale of attention logits, as in DeepSeek's families.
+def latent_attention(base: Any) -> list[tuple[Any, Callable[[dict[str, Any], float], float]]]:
+    """The attention modules of DeepSeek's kind, with transformers' function for their softmax scale.
 
-    None for the other families.
+    They compute it from `rope_parameters` when they are made: `mscale_all_dim` multiplies the logits of all
+    channels, also of those that do not rotate. Empty for the other families.
     """
-    if not hasattr(sys.modules[type(base).__module__], "yarn_get_mscale"):
-        return None
+    modules = [module for module in base.base_model.modules() if hasattr(module, "qk_head_dim")]
+    named = [(each, vars(sys.modules[type(each).__module__]).get("yarn_apply_mscale")) for each in modules]
+    return [(module, scale) for module, scale in named if scale is not None]
+
+
+def sharpened_as_trained(encoding: Encoding, base: Any, shape: RopeShape) -> Encoding:
+    """YaRN as the model's own config applies it: a model of DeepSeek's kind keeps its two `mscale`.
+
+    Every other encoding, and YaRN with a factor on cos and sin of its own, is returned as it is.
+    """
+    if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
+        inner: Any = sharpened_as_trained(encoding.inner, base, shape)
+        return replace(encoding, inner=inner)
+    if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:
+        return encoding
     _, parameters = rotary_part(base.config)
-    if not parameters.get("mscale_all_dim"):
-        return {}
-    return {key: parameters[key] for key in ("factor", "mscale_all_dim")}
+    own = {key: parameters[key] for key in ("mscale", "mscale_all_dim") if parameters.get(key)}
+    return replace(encoding, **own) if len(own) == 2 and latent_attention(base) else encoding
 
 
 def stock_parameters(

@@ -30,6 +30,8 @@ CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "pa
 CONFIG_RECORD = "rope_extend"
 """The attribute of `config` with the record of the patch; stock loaders keep it and ignore it."""
 ORIGINAL_WINDOW = "original_max_position_embeddings"
+STOCK_WINDOW = "stock_window"
+"""The key of that record with the `max_position_embeddings` that stock loaders need."""
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -120,7 +122,7 @@ def trained_length_of(config: Any) -> int:
     rope_type = parameters.get("rope_type", "default")
     plain = rope_type == "proportional" and parameters.get("factor", 1.0) == 1.0
     if plain or rope_type in ("default", "dynamic"):
-        return _window("max_position_embeddings", part.max_position_embeddings)
+        return _stated_window(part)
     original = parameters.get(ORIGINAL_WINDOW)
     original = getattr(part, ORIGINAL_WINDOW, None) if original is None else original
     if original is None:
@@ -146,12 +148,22 @@ def current_window(config: Any) -> int:
     if (record := config_record(config)) is not None:
         return record.target_length
     part, parameters = rotary_part(config)
-    window = _window("max_position_embeddings", part.max_position_embeddings)
+    window = _stated_window(part)
     original, factor = parameters.get(ORIGINAL_WINDOW), parameters.get("factor")
     if parameters.get("rope_type", "default") != "yarn" or original is None or factor is None:
         return window
     factor = number(0, above=True)("config", "factor", factor)
     return max(window, round(_window(ORIGINAL_WINDOW, original) * factor))
+
+
+def _stated_window(part: Any) -> int:
+    """`max_position_embeddings`, without what Qwen3's 40,960 reserves for the answer: it learned 32,768."""
+    window = _window("max_position_embeddings", part.max_position_embeddings)
+    parameters = part.rope_parameters or {}
+    reserves = (
+        part.model_type in ("qwen3", "qwen3_moe") and parameters.get("rope_type", "default") == "default"
+    )
+    return 32_768 if reserves and window == 40_960 and parameters.get("rope_theta") == 1e6 else window
 
 
 def _window(name: str, value: object) -> int:

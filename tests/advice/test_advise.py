@@ -23,7 +23,9 @@ from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.memory.gpus import UTILISATION, Gpu
+from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
+from rope_extend.models.view import shape_of
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
 
@@ -46,7 +48,8 @@ LOCAL = {"mistral-7b-v0.1": 4096, "phi3-mini-4k": 2047}
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_window_that_a_model_reads(name: str, tmp_path: Path) -> None:
     window = window_of_config(AutoConfig.from_pretrained(write_config(tmp_path, name)))
-    assert window.tokens == CONFIGS[name]["max_position_embeddings"]  # which those of the cards are
+    stated = CONFIGS[name]["max_position_embeddings"]  # which those of the cards are, but for Qwen3
+    assert window.tokens == (32_768 if name == "qwen3-8b" else stated)
     assert window.stanza == (name in WITH_STANZA)
     assert window.local == LOCAL.get(name)
 
@@ -89,14 +92,23 @@ def test_a_model_that_rope_extend_has_extended_reads_its_new_window(tmp_path: Pa
     assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 256)
 
 
-def test_the_stanza_of_qwen3_counts_from_its_pretrained_window(tmp_path: Path) -> None:
-    """Its config says 40,960, which is not what its card's factor counts from. Every line must agree."""
-    advice = advise(write_config(tmp_path, "qwen3-8b"), "128k", engine="vllm")
+def test_everything_counts_from_the_window_that_qwen3_was_pretrained_on(tmp_path: Path) -> None:
+    """Its config says 40,960, with a reserve for the answer; its card's factor counts from 32,768."""
+    path = write_config(tmp_path, "qwen3-8b")
+    advice = advise(path, "128k", engine="vllm")
     assert (advice.factor, advice.trained_length) == (4.0, 32_768)
-    assert all("--trained-length 32k" in command for command in advice.commands)
-    lines = " ".join(advice.serving)
-    assert "rx.extend(model, 131072, 'yarn', trained_length=32768)" in lines
-    assert "--max-model-len 131072" in lines
+    assert "40,960, with a reserve" in advice.window.source
+    assert "rx.extend(model, 131072, 'yarn');" in " ".join(advice.serving)
+    assert "--max-model-len 131072" in " ".join(advice.serving)
+    found = rx.info(path)
+    assert (found.shape.trained_length, found.current_length) == (32_768, 32_768)
+    assert advise(path, "36k").verdict == advising.STANZA
+    model = empty_model(str(path))
+    assert rx.extend(model, "128k").encoding == rx.encoding("yarn", factor=4.0)
+    # A user's word, and another base, are not corrected.
+    assert shape_of(empty_model(str(path)), 40_960).trained_length == 40_960
+    other = write_config(tmp_path / "other", "qwen3-8b", rope_theta=5e6)
+    assert rx.info(other).shape.trained_length == 40_960
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from cases import FAMILIES, TARGET, FamilyCase, tiny_config, tiny_model
+from rotary_cases import TRAINED
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -89,22 +93,81 @@ def test_a_native_form_that_stock_misreads_is_not_written(tmp_path: Path) -> Non
         assert rotary_part(model.config)[1]["rope_type"] == "yarn"
 
 
-def test_the_scale_of_the_softmax_does_not_change(tmp_path: Path) -> None:
-    """DeepSeek's attention also uses `mscale_all_dim`, so a patch neither writes nor removes it."""
-    case = case_of("deepseek_v2")
-    trained = {
-        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 32,
+def yarn_of(factor: float, **mscales: float) -> dict[str, Any]:
+    """Stock YaRN of DeepSeek's kind over the trained window."""
+    return {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": factor, **mscales,
+        "original_max_position_embeddings": TRAINED,
     }  # fmt: skip
-    ours = rx.encoding("yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3)
-    for config in ({}, {"rope_parameters": trained, "max_position_embeddings": 128}):
-        model = tiny_model(FamilyCase(case.model_type, {**case.config, **config}))
-        with rx.patch_model(model, ours, target_length=TARGET), torch.no_grad():
-            expected = model(tokens(1, 80)).logits
-            model.save_pretrained(tmp_path)
-        stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+
+
+OWN, OTHER = {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.5}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+_LATENT = """
+axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash
+minicpm3 sarvam_mla youtu
+"""
+LATENT = _LATENT.split()
+
+
+def test_every_family_whose_softmax_scale_depends_on_the_factor_has_a_row() -> None:
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    found = {path.parent.name for path in files if "yarn_apply_mscale" in path.read_text(encoding="utf-8")}
+    assert found & set(CAUSAL) <= set(LATENT)
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_the_softmax_scale_is_that_of_the_stock_model_with_the_same_scaling(
+    model_type: str, tmp_path: Path
+) -> None:
+    """`mscale_all_dim` also scales the logits of channels that do not rotate. YaRN keeps the model's own."""
+    case, ids = case_of(model_type), tokens(1, 80)
+    for own in ({}, OWN):
+        before = yarn_of(4.0, **own) if own else PLAIN
+        config = {"rope_parameters": before, "max_position_embeddings": 128 if own else TRAINED}
+        model = tiny_model(FamilyCase(model_type, {**case.config, **config}))
         with torch.no_grad():
-            assert_same_but_rounding(stock(tokens(1, 80)).logits, expected)
+            unpatched = model(ids).logits
+        for ours, expected in (
+            (rx.encoding("none"), PLAIN),
+            (rx.encoding("linear", factor=8.0), {**PLAIN, "rope_type": "linear", "factor": 8.0}),
+            (rx.encoding("yarn", factor=8.0), yarn_of(8.0, **own)),
+            (rx.encoding("yarn", factor=8.0, **OTHER), yarn_of(8.0, **OTHER)),
+            (rx.encoding("yarn", factor=8.0, ramp="turns", **OTHER), None),  # saved as longrope
+        ):
+            with rx.patch_model(model, ours, target_length=TARGET) as patch, torch.no_grad():
+                logits = model(ids).logits
+                model.save_pretrained(tmp_path)
+            stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+            with torch.no_grad():
+                assert_same_but_rounding(stock(ids).logits, logits)
+                assert torch.equal(model(ids).logits, unpatched)
+                if expected is not None:
+                    values = {**model.config.to_dict(), "rope_parameters": expected}
+                    stock = type(model)(type(model.config)(**values))
+                    stock.load_state_dict(model.state_dict())
+                    assert_same_but_rounding(stock.eval()(ids).logits, logits)
+            assert patch.changed == (ours.name != "none" or bool(own))
+
+
+def test_scaling_of_the_softmax_is_kept_when_it_is_extended_again() -> None:
+    """The logits of channels that do not rotate are multiplied by both factors, as in DeepSeek's own YaRN."""
+    config = {"rope_parameters": yarn_of(4.0, mscale=1.0, mscale_all_dim=1.0), "max_position_embeddings": 128}
+    model = tiny_model(FamilyCase("deepseek_v3", {**case_of("deepseek_v3").config, **config}))
+    attention = model.base_model.layers[0].self_attn
+    now = attention.qk_head_dim**-0.5 * (0.1 * math.log(4) + 1) ** 2
+    assert attention.scaling == pytest.approx(now, rel=1e-12)
+    for method, factor in (("linear", 1.0), ("yarn", 0.1 * math.log(2) + 1)):
+        with rx.extend(model, TARGET, method, start="current") as patch:
+            assert attention.scaling == pytest.approx(now * factor**2, rel=1e-12)
+            assert patch.rotary.attention_factor(patch.shape) == pytest.approx(1.0, rel=1e-12)
+    with rx.extend(model, TARGET, "yarn", start="current", **OTHER):
+        assert attention.scaling == pytest.approx(now * (0.05 * math.log(2) + 1) ** 2, rel=1e-12)
+    with pytest.raises(rx.RopeExtendError, match="current_length is 32, less than the 33 tokens"):
+        rx.extend(model, TARGET, "yarn", start="current", current_length=TRAINED)
+    with pytest.raises(rx.UnsupportedModelError, match="leave out mscale and mscale_all_dim"):
+        rx.extend(model, TARGET, "short_original(yarn)", **OTHER)
+    assert attention.scaling == pytest.approx(now, rel=1e-12)
 
 
 def test_proportional_rotary_counts_the_pairs_that_rotate() -> None:

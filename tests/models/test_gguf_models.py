@@ -25,7 +25,7 @@ from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.gguf_metadata import Metadata
 from rope_extend.models.gguf_scaling import rope_scaling
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.loading import pretrained
+from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.view import shape_of
 
 SHAPE = rx.RopeShape(16, 10_000.0, TRAINED)
@@ -61,6 +61,27 @@ def test_a_file_without_the_number_of_heads_of_keys_is_refused(
     path = converted(llama(num_attention_heads=4, num_key_value_heads=4), tmp_path / "tiny.gguf")
     with pytest.raises(RopeExtendError, match=r"tiny\.gguf does not state attention\.head_count_kv"):
         loaded(path)
+
+
+def test_config_and_weights_of_a_large_vocabulary_take_no_more_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package's reader takes several for each token, merge and score: ten seconds for those of Qwen."""
+    steps, read, counts = 0, gguf.gguf_reader.GGUFReader._get, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return read(*args, **kwargs)
+
+    paths = [converted(llama(vocab_size=size), tmp_path / f"{size}.gguf") for size in (1024, 4096)]
+    monkeypatch.setattr(gguf.gguf_reader.GGUFReader, "_get", counted)
+    for path in paths:
+        steps = 0
+        assert empty_model(str(path)).config.vocab_size == int(path.stem)
+        loaded(path)
+        counts.append(steps)
+    assert counts[0] == counts[1] > 0
 
 
 def test_answers_end_as_in_llama_cpp(tmp_path: Path) -> None:
@@ -194,6 +215,8 @@ def longrope(short: list[float], long: list[float], window: int, attention: floa
         ({TYPE: "yarn", BY: 4.0, FROM: 32}, {}, YARN),
         ({TYPE: "linear", BY: 2.0, FROM: 64}, {ONE: [1.0, 3.0]}, longrope([2.0, 6.0], [2.0, 6.0], 64, 1.0)),
         ({FROM: 32, ATTENTION: 1.2}, {LONG: [2.0], SHORT: [1.0]}, longrope([1.0], [2.0], 32, 1.2)),
+        ({TYPE: "longrope", BY: 4.0, FROM: 32}, {LONG: [2.0], SHORT: [1.0]}, longrope([4.0], [8.0], 32, 1.0)),
+        ({TYPE: "none", BY: 4.0, FROM: 32}, {LONG: [2.0], SHORT: [1.0]}, longrope([1.0], [2.0], 32, 1.0)),
         ({TYPE: "longrope"}, {}, "'longrope' has no form"),
         ({ATTENTION: 1.5}, {}, "attn_factor 1.5 without a table"),
         ({TYPE: "yarn"}, {ONE: [1.0]}, "'yarn' has no form"),

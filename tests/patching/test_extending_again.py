@@ -319,6 +319,8 @@ def test_a_recipe_extends_the_present_table(method: str, work: Path, tmp_path: P
         ),
         (lambda: stock("yarn"), NOW, "current", "know the present"),
         (lambda: stock("yarn", window=TRAINED), NOW, "pretrained", "max_position_embeddings is 32, so the"),
+        (lambda: stock("yarn", window=TRAINED, finetuned=True), NOW, "current", "finetuned: true"),
+        (lambda: stock("yarn", finetuned=False), NOW, "pretrained", "finetuned: false"),
         (lambda: stock("dynamic", window=TRAINED), TRAINED, "pretrained", "not one for all texts"),
     ],
 )

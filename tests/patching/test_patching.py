@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL_FAMILIES, FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from alternative_cases import ALTERNATIVES
+from cases import ALL_FAMILIES, ENCODINGS, FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import rope_extend as rx
+from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.encodings import RopeShape
+from rope_extend.encodings.core.rope import GrowingRope
 from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.view import length_groups, shape_of, trained_length_of, unwrap
@@ -70,6 +74,27 @@ def test_extend_is_one_dial_and_reversible() -> None:
     assert rx.current_patch(model) is None
     patch.remove()  # removing twice does nothing
     assert "removed" in repr(patch)
+
+
+@pytest.mark.parametrize("case", [*ENCODINGS, *ALTERNATIVES], ids=str)
+def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any, tmp_path: Path) -> None:
+    """lm-eval, generation and others ask the model in memory how much it reads. What stock transformers loads
+    must have the trained window if its tables follow from it, or if stock has no such method."""
+    model, tokenizer = llama(), Tokenizer()
+    encoding = case.build() if case in ALTERNATIVES else case.build(shape_of(model))
+    patch = rx.patch_model(model, encoding, target_length=TARGET, tokenizer=tokenizer)
+    assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (TARGET, TARGET)
+    carried = getattr(case, "reloads", False) and not isinstance(patch.encoding, GrowingRope)
+    model.save_pretrained(tmp_path / "stock")
+    model.config.save_pretrained(tmp_path / "config")
+    rx.save(model, tmp_path / "ours")
+    for name in ("stock", "config", "ours"):
+        saved = plain_config(json.loads((tmp_path / name / "config.json").read_text()))
+        assert saved["max_position_embeddings"] == (TARGET if carried else TRAINED), name
+    assert rx.load(tmp_path / "ours").config.max_position_embeddings == TARGET
+    assert model.config.max_position_embeddings == TARGET
+    patch.remove()
+    assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (TRAINED, TRAINED)
 
 
 @pytest.mark.parametrize("failing", ["_update_config", "_replace"])

@@ -34,7 +34,7 @@ from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, gguf_metadata, gguf_reader
+from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, field_value, gguf_metadata, gguf_reader
 from rope_extend.models.gguf_scaling import ZERO_FREQUENCY_FACTOR
 from rope_extend.models.loading import one_error
 
@@ -159,7 +159,7 @@ def _write(reader: Any, path: Path, architecture: str, content: Schedule) -> Non
         if entry.name.startswith(replaced) or entry.name in (*new_keys, "general.architecture"):
             continue
         inner = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(entry.name, _unchanged(gguf, entry), entry.types[0], sub_type=inner)
+        writer.add_key_value(entry.name, field_value(entry, raw=True), entry.types[0], sub_type=inner)
     kinds = {
         str: gguf.GGUFValueType.STRING,
         int: gguf.GGUFValueType.UINT32,
@@ -182,15 +182,6 @@ def _write(reader: Any, path: Path, architecture: str, content: Schedule) -> Non
     for tensor in kept:
         writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
     writer.close()
-
-
-def _unchanged(gguf: Any, entry: Any) -> Any:
-    """The value of a metadata entry, with strings as bytes: a token need not be valid UTF-8."""
-    if entry.types[-1] != gguf.GGUFValueType.STRING:
-        return entry.contents()
-    if entry.types[0] == gguf.GGUFValueType.ARRAY:
-        return [entry.parts[index].tobytes() for index in entry.data]
-    return entry.parts[-1].tobytes()
 
 
 _MOST_UNLIKE = 0.01

@@ -35,7 +35,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import empty_model, one_error, pretrained
-from rope_extend.models.stock_config import softmax_scale_of, with_carried
+from rope_extend.models.stock_config import latent_attention, with_carried
 from rope_extend.models.view import CONFIG_RECORD, ORIGINAL_WINDOW, has_tables_of, rotary_tables
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_sav
     assert isinstance(encoding, RopeEncoding)
     try:
         model = empty_model(str(directory))
-        if not as_saved and softmax_scale_of(model) is not None:
+        if not as_saved and latent_attention(model):
             return False
         return _stock_pairs(directory) == pairs and has_tables_of(model, encoding, record.shape, lengths)
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:

@@ -31,6 +31,8 @@ class RopeEncoding(Encoding):
     """Parameters with another name in `config.rope_parameters`: our name to the stock name."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
+    mscale_all_dim: float | None = None
+    """In families of DeepSeek's kind, all logits are multiplied by `(0.1 mscale_all_dim ln s + 1)²`."""
     inner_name: ClassVar[str] = ""
     """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 
