@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import AutoConfig
 
 from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import check_agreement, read_record
@@ -22,7 +23,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
-from rope_extend.models.loading import empty_model
+from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.view import (
     CONFIG_RECORD,
     active_table,
@@ -133,7 +134,8 @@ def _empty_model(name: str) -> nn.Module:
         what = f"without {RECORD_NAME}" if record is None else "whose record names no base model"
         raise RopeExtendError(f"{name} holds an adapter {what}; give the base model instead")
     else:
-        model = empty_model(record.base_model)
+        config = pretrained(AutoConfig, record.base_model, revision=record.base_revision)
+        model = empty_model(record.base_model, config)
     if record is not None:
         if adapter or (directory / "config.json").exists():
             check_agreement(directory, record)

@@ -45,6 +45,7 @@ def merge(
     output: str | PathLike[str],
     *,
     base_model: str | None = None,
+    base_revision: str | None = None,
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -64,6 +65,7 @@ def merge(
         adapter: a LoRA adapter's directory or hub id, with its record.
         output: the output directory; created if missing.
         base_model: name or path of the base model; overrides the one in the record.
+        base_revision: as in `rope_extend.load`.
         overwrite: replace a checkpoint in the output directory; other files stay.
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
@@ -78,9 +80,7 @@ def merge(
     adapter, output = local_directory(adapter), Path(expand_home(output))
     record = checked_record(adapter, check_files=True)
     config = _adapter_config(adapter)
-    name = expand_home(base_model) if base_model else record.base_model
-    if name is None:
-        raise RopeExtendError(f"the record in {adapter} names no base model; give base_model=")
+    name, revision = record.base(adapter, base_model, base_revision)
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
     refuse_base_model(output, name)
@@ -90,13 +90,13 @@ def merge(
             f"{_how_to_convert(str(path))}"
         )
     with staged(output, overwrite=overwrite) as directory:
-        files = local_directory(name, "base model", "base_model=")
+        files = local_directory(name, "base model", "base_model=", revision=revision)
         base = _merged(files, adapter, record, config, dtype)
         write_model(base, directory, max_shard_size)
         if tokenizer:
             _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
-        finish(directory, base, Record.of(base, name), guard=guard)
+        finish(directory, base, Record.of(base, name, revision), guard=guard)
         check_finite(directory)
     add_card(output, trained_in=adapter)
     return output

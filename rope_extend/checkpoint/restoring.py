@@ -34,6 +34,7 @@ def load(
     directory: str | PathLike[str],
     *,
     base_model: str | None = None,
+    base_revision: str | None = None,
     check_files: bool = True,
     check_base: bool = True,
     **from_pretrained_options: Any,
@@ -45,12 +46,14 @@ def load(
     Args:
         directory: an adapter or a full checkpoint, with its record; or the hub id of one.
         base_model: name or path of an adapter's base model; overrides the one in the record.
+        base_revision: branch, tag or commit of the base model on the hub; overrides the one in the record,
+            or in the adapter's config.
         check_files: compare the files with the record's digests, and refuse weights that are not finite. This
             reads the weights once more, about a second per GB. Set it to False after a deliberate change.
         check_base: compare an adapter's base model with the one it was trained on. Set it to False to use
             another one.
         from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
-            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model. Those
+            `device_map`. A `revision` applies to a hub id in `directory`, otherwise it is `base_revision`. Those
             that select files, such as `subfolder`, are for an adapter's base model.
 
     Returns:
@@ -74,9 +77,8 @@ def load(
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)
         return model
-    base_model = expand_home(base_model) if base_model else record.base_model
-    if base_model is None:
-        raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
+    given = base_revision or from_pretrained_options.pop("revision", None)
+    base_model, from_pretrained_options["revision"] = record.base(directory, base_model, given)
     hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
     base = load_model(base_model, hint, **from_pretrained_options)
     return attach(base, directory, record, check_base=check_base)

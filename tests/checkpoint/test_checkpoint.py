@@ -164,6 +164,10 @@ def test_a_record_survives_json(
     ("changes", "message"),
     [
         ({"extra": 1}, r"unknown keys: \['extra'\]"),
+        ({"extra": 1, "versions": {"rope_extend": "newest"}}, r"unknown keys: \['extra'\]"),
+        ({"extra": 1, "versions": 99}, r"unknown keys: \['extra'\]"),
+        ({"base_revision": 3}, "base_revision is 3"),
+        ({"base_revision": "../../elsewhere"}, "base_revision is '../../elsewhere'"),
         ({"target_length": "16k"}, "target_length is '16k'"),
         ({"target_length": 0}, "target_length is 0"),
         ({"target_length": True}, "target_length is True"),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COMMON, llama
-from integrity import extended, logits, refused, with_lora
-from peft import LoraConfig, get_peft_model
+from cases import COMMON, TARGET, llama
+from integrity import RECORD, extended, logits, refused, rewritten, with_lora
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +19,8 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.evaluation.answering import Subjects
+from rope_extend.models.load_options import LoadOptions
 
 
 def test_a_base_model_that_was_exchanged_under_its_name_is_refused(checkpoints: Path, tmp_path: Path) -> None:
@@ -95,6 +97,42 @@ def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
     refused(adapter, "has other weights", by="merge")
     with pytest.raises(RopeExtendError, match="has other weights"):
         rx.load(adapter, dtype=torch.float32)
+
+
+def test_the_pinned_revision_of_a_base_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As peft's own auto class does. The newest revision has other norms, which no fingerprint tells apart."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--base"
+    (repository / "refs").mkdir(parents=True)
+    for ref, commit, scale in (("v1", "a" * 40, 1.0), ("main", "b" * 40, 1.7)):
+        (repository / "refs" / ref).write_text(commit)
+        model = llama()
+        model.model.norm.weight.data.mul_(scale)
+        model.save_pretrained(repository / "snapshots" / commit)
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained("me/base", revision="v1")))
+    adapted.peft_config["default"].revision = "v1"
+    adapter, expected = rx.save(adapted, tmp_path / "adapter"), logits(adapted)
+    stock = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    assert torch.equal(logits(extended(model=stock)), expected)
+    assert not torch.equal(logits(rx.load(adapter, base_revision="main")), expected)
+    rewritten(adapter / RECORD, lambda data: {**data, "base_model": None})
+    assert not torch.equal(logits(rx.load(adapter, base_model="me/base")), expected)  # of a name, not the model
+    rewritten(adapter / RECORD, lambda data: {**data, "base_model": "me/base"})
+    shutil.rmtree(repository / "snapshots" / ("b" * 40))  # nor is the newest one asked for
+    (repository / "refs" / "main").unlink()
+    for change in ({}, {"base_revision": None}):
+        rewritten(adapter / RECORD, lambda data, change=change: {**data, **change})
+        assert read_record(adapter).base_revision == "v1"
+        assert torch.equal(logits(rx.load(adapter)), expected)
+        merged = rx.merge(adapter, tmp_path / "merged", overwrite=True)
+        assert_same_but_rounding(logits(rx.load(merged)), expected)
+        assert read_record(merged).base_revision == "v1"
+        assert rx.info(adapter).window == TARGET
+        subjects = Subjects.of(str(adapter), LoadOptions())
+        *_, (_, answering) = ((label, logits(model)) for label, model in subjects.answerers())
+        assert torch.equal(answering, expected)
 
 
 def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.Tensor]:
