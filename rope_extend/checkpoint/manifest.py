@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
+from rope_extend.models.loading import RESTORE, open_weights
 from rope_extend.models.parameters import LEARNED_FILE
 
 RECORD_NAME = "rope_extend.json"
@@ -42,7 +42,6 @@ _IDLE_KEYS = re.compile(
     r"|.*_token_id"
 )
 """Keys of a config that its owner may edit: they are names, and do not change what is computed."""
-_RESTORE = "restore the file, or save the model again"
 
 
 def check_directory(
@@ -93,12 +92,12 @@ def weight_files(directory: Path) -> list[str]:
     if path.exists():
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise RopeExtendError(f"{path} has no weight_map; {_RESTORE}")
+            raise RopeExtendError(f"{path} has no weight_map; {RESTORE}")
         for name in weight_map.values():
             # It must be in the same directory, on any system.
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
                 raise RopeExtendError(
-                    f"{path} names {name!r}, which is not a safetensors file of this directory; {_RESTORE}"
+                    f"{path} names {name!r}, which is not a safetensors file of this directory; {RESTORE}"
                 )
         names.update(weight_map.values())
     return sorted(names)
@@ -111,9 +110,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise OSError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RopeExtendError(f"cannot read {path}: {error}; {_RESTORE}") from error
+        raise RopeExtendError(f"cannot read {path}: {error}; {RESTORE}") from error
     if not isinstance(data, dict):
-        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; {_RESTORE}")
+        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; {RESTORE}")
     return data
 
 
@@ -143,7 +142,7 @@ def locate(directory: Path, name: str) -> Path:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
         # RuntimeError: links in a circle, before Python 3.13. ValueError: a name that no file can have.
-        raise RopeExtendError(f"{path} is missing or cannot be reached ({error}); {_RESTORE}") from error
+        raise RopeExtendError(f"{path} is missing or cannot be reached ({error}); {RESTORE}") from error
     blobs = [
         parent.parent / "blobs"
         for parent in root.parents
@@ -163,20 +162,7 @@ def _check_complete(directory: Path, names: list[str]) -> None:
     adapter = (directory / ADAPTER_CONFIG).exists()
     expected = "adapter_model.safetensors" if adapter else "model.safetensors"
     if expected not in names and (adapter or not (directory / INDEX_NAME).exists()):
-        raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {_RESTORE}")
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
-    try:
-        file = safe_open(path, framework="pt", device="cpu")
-    except OSError:
-        raise
-    except Exception as error:
-        raise RopeExtendError(f"{path} is truncated or damaged ({error}); {_RESTORE}") from error
-    with file:
-        yield file
+        raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {RESTORE}")
 
 
 def check_finite(directory: Path) -> None:
