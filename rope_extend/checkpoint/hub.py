@@ -10,10 +10,9 @@ from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import DOWNLOADED
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
-"""The files that are downloaded from the hub: never a pickle, never code."""
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
@@ -55,7 +54,7 @@ def local_directory(
             return Path(name)
         access = {key: options[key] for key in ACCESS if key in options}
         check_checkpoint(name, **access)
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **options))
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
 
 
 def check_named(name: str, kind: str, argument: str) -> None:

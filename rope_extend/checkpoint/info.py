@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import check_agreement, read_record
 from rope_extend.checkpoint.restoring import apply_record
 from rope_extend.encodings import (
@@ -21,6 +20,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import RECORD_NAME, is_adapter, is_model, is_recorded
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import empty_model, pretrained
@@ -126,8 +126,8 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
 def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
     directory = Path(name)
-    adapter = (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists()
-    record = read_record(name) if (directory / RECORD_NAME).exists() else None
+    adapter = is_adapter(directory) and not is_model(directory)
+    record = read_record(name) if is_recorded(directory) else None
     if not adapter:
         model = empty_model(name)
     elif record is None or record.base_model is None:
@@ -137,7 +137,7 @@ def _empty_model(name: str) -> nn.Module:
         config = pretrained(AutoConfig, record.base_model, revision=record.base_revision)
         model = empty_model(record.base_model, config)
     if record is not None:
-        if adapter or (directory / "config.json").exists():
+        if adapter or is_model(directory):
             check_agreement(directory, record)
         if adapter or unapplied_record(model) is not None:
             apply_record(model, record)

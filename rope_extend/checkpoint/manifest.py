@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,17 @@ from torch import Tensor
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    CONFIGS,
+    INDEX_NAME,
+    RECORD_NAME,
+    WEIGHTS,
+    is_adapter,
+    matches,
+)
 from rope_extend.models.loading import RESTORE, open_weights
-from rope_extend.models.parameters import LEARNED_FILE
 
-RECORD_NAME = "rope_extend.json"
-ADAPTER_CONFIG = "adapter_config.json"
-INDEX_NAME = "model.safetensors.index.json"
-CONFIGS = ("config.json", ADAPTER_CONFIG, INDEX_NAME)
-"""The files that, together with the weights, decide what is computed."""
-
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)", re.IGNORECASE)
 _TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|custom_checkpoint)"
@@ -77,17 +76,12 @@ def check_directory(
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
 
 
-def is_weight_file(name: str) -> bool:
-    """Whether a loader would read a file as weights, by its name. Files of other names belong to the user."""
-    return name == LEARNED_FILE or _WEIGHTS.fullmatch(name) is not None
-
-
 def weight_files(directory: Path) -> list[str]:
     """Names of the weight files of a directory, sorted: the files that exist and those that the index names.
 
     An index that is damaged, or names a file elsewhere, is refused.
     """
-    names = {path.name for path in directory.iterdir() if is_weight_file(path.name)}
+    names = {path.name for path in directory.iterdir() if matches(path.name, WEIGHTS)}
     path = directory / INDEX_NAME
     if path.exists():
         weight_map = read_json(path).get("weight_map")
@@ -159,7 +153,7 @@ def locate(directory: Path, name: str) -> Path:
 
 def _check_complete(directory: Path, names: list[str]) -> None:
     """Refuse a directory without the weights that a loader would look for."""
-    adapter = (directory / ADAPTER_CONFIG).exists()
+    adapter = is_adapter(directory)
     expected = "adapter_model.safetensors" if adapter else "model.safetensors"
     if expected not in names and (adapter or not (directory / INDEX_NAME).exists()):
         raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {RESTORE}")

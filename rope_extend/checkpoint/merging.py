@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, locate, read_json
+from rope_extend.checkpoint.manifest import check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
 from rope_extend.checkpoint.restoring import attach, checked_record, load_model
@@ -28,6 +28,7 @@ from rope_extend.checkpoint.saving import finish, write_model, write_tokenizer
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, NOTICES, is_adapter, matches
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.locating import GGUF
@@ -110,7 +111,7 @@ def _adapter_config(adapter: Path) -> Any:
     """The config of a LoRA adapter that can be merged."""
     from peft import PeftConfig
 
-    if not (adapter / ADAPTER_CONFIG).exists():
+    if not is_adapter(adapter):
         raise RopeExtendError(f"{adapter} holds no adapter ({ADAPTER_CONFIG}); there is nothing to merge")
     with one_error(f"cannot read {adapter / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(adapter))
@@ -202,8 +203,8 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
 
 def _copy_notices(files: Path, directory: Path, output: Path) -> None:
     """Copy the license and notices of a base model, unless the output has a file of that name."""
-    for path in (*files.glob("LICENSE*"), *files.glob("NOTICE*")):
-        if path.is_file() and not os.path.lexists(output / path.name):
+    for path in files.iterdir():
+        if matches(path.name, NOTICES) and path.is_file() and not os.path.lexists(output / path.name):
             _copy(files, path.name, directory)
 
 

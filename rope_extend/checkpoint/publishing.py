@@ -16,27 +16,27 @@ from typing import Any, cast
 
 import yaml
 
-from rope_extend.checkpoint.manifest import CONFIGS, RECORD_NAME, check_directory, weight_files
+from rope_extend.checkpoint.manifest import check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
-from rope_extend.checkpoint.staging import CARD_NAME, TOKENIZER_FILES
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    CARD_NAME,
+    CHECKPOINT,
+    PUBLISHED,
+    RECORD_NAME,
+    matches,
+)
 from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = frozenset({
-    CARD_NAME, RECORD_NAME, *CONFIGS, "generation_config.json",
-    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-})  # fmt: skip
-"""Configs and files of processors, by the names that transformers gives them. A directory may hold other
-JSON, texts and pictures, which belong to the user."""
-_NOTICES = ("LICENSE", "NOTICE")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)")
 """A picture in Markdown."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FIELDS = {
-    "adapter_config.json": ("base_model_name_or_path",),
+    ADAPTER_CONFIG: ("base_model_name_or_path",),
     RECORD_NAME: ("base_model",),
     "recipe.yaml": ("model", "data", "eval_data", "output_dir"),
 }
@@ -57,6 +57,9 @@ def push_to_hub(
     Its weights, configs, tokenizer, `rope_extend.json`, license, card and the pictures in the card are
     uploaded. Files of other names stay here, and the log names them. The files are compared with their
     digests before.
+
+    In the repository, they replace what is there of another model or adapter: weights, shards, their index,
+    configs and record, which a loader would mix with the new ones. No other file is deleted.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
@@ -96,7 +99,7 @@ def push_to_hub(
             )
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message=commit_message,
+            revision=revision, commit_message=commit_message, delete_patterns=list(CHECKPOINT),
         )  # fmt: skip
     return str(commit.commit_url)
 
@@ -123,13 +126,11 @@ def files_to_push(directory: Path) -> list[str]:
     """The names of the files that are uploaded, sorted: those of the checkpoint itself, without links."""
     card = directory / CARD_NAME
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    names = {*_KNOWN, *weight_files(directory), *_PICTURE.findall(text)}
+    names = {*weight_files(directory), *_PICTURE.findall(text)}
     return sorted(
         path.name
         for path in directory.iterdir()
-        if path.is_file()
-        and not path.is_symlink()
-        and (path.name in names or TOKENIZER_FILES.fullmatch(path.name) or path.name.startswith(_NOTICES))
+        if path.is_file() and not path.is_symlink() and (path.name in names or matches(path.name, PUBLISHED))
     )
 
 

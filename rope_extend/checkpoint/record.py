@@ -18,8 +18,6 @@ from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from rope_extend.checkpoint.manifest import (
-    ADAPTER_CONFIG,
-    RECORD_NAME,
     config_digests,
     locate,
     read_json,
@@ -32,6 +30,7 @@ from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.journal import differences
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error
 from rope_extend.models.view import CONFIG_RECORD, unwrap
@@ -95,9 +94,7 @@ class Record:
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
-    def of(
-        cls, model: nn.Module, base_model: str | None = None, base_revision: str | None = None
-    ) -> Self:
+    def of(cls, model: nn.Module, base_model: str | None = None, base_revision: str | None = None) -> Self:
         """The record of a patched model, without digests. For an adapter, it holds the base's fingerprint.
 
         The `revision` of an adapter's config is recorded, unless another one is given.
@@ -234,7 +231,7 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     config. Otherwise it only replaces a local path outside the working directory.
     """
     config = directory / ADAPTER_CONFIG
-    if config.exists():
+    if is_adapter(directory):
         data = read_json(config)
         note = "trained with this position encoding, which peft does not apply: use rope_extend.load"
         mark = {**record.schedule, "note": note}
@@ -253,11 +250,11 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
 def check_agreement(directory: Path, record: Record) -> None:
     """Refuse a record that disagrees with the config next to it about the encoding."""
     path = directory / ADAPTER_CONFIG
-    if path.exists():
+    if is_adapter(directory):
         mapping = read_json(path).get("auto_mapping")
         note = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
     else:
-        path = directory / "config.json"
+        path = directory / CONFIG
         note = plain_config(read_json(path)).get(CONFIG_RECORD)
     if note is None:
         return
@@ -288,13 +285,13 @@ def read_record(directory: str | PathLike[str]) -> Record:
         advice = how_to_restore(path.parent) or (
             "peft wrote this adapter; if you know how its model was extended, extend it so again, and call "
             "rope_extend.record_encoding(directory, model)"
-            if (path.parent / "adapter_config.json").exists()
+            if is_adapter(path.parent)
             else "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
             "Python, with rope_extend.extend and rope_extend.save"
         )
         raise RopeExtendError(f"no {RECORD_NAME} in {directory}: {advice}")
     data = read_json(locate(path.parent, RECORD_NAME))
-    if data.get("base_revision") is None and (path.parent / ADAPTER_CONFIG).exists():
+    if data.get("base_revision") is None and is_adapter(path.parent):
         data["base_revision"] = read_json(locate(path.parent, ADAPTER_CONFIG)).get("revision")
     try:
         return Record.from_dict(data)

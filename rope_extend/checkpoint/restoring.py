@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME, check_directory, read_json
+from rope_extend.checkpoint.manifest import check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import changes_base, is_peft_model
 from rope_extend.checkpoint.peft_models import check_base as check_base_model
 from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, RECORD_NAME, is_adapter, is_model
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.parameters import is_learned, read_learned
 from rope_extend.models.view import shape_of, unwrap
@@ -68,7 +69,7 @@ def load(
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
-    adapter = (directory / ADAPTER_CONFIG).exists()
+    adapter = is_adapter(directory)
     if not adapter:
         refuse_other_files(from_pretrained_options)
     record = checked_record(directory, check_files)
@@ -133,8 +134,8 @@ def checked_record(directory: Path, check_files: bool) -> Record:
     check_directory(directory, record.weights, record.configs, contents=check_files)
     if check_files:
         check_agreement(directory, record)
-        if (config := directory / "config.json").exists():
-            _check_family(plain_config(read_json(config)).get("model_type"), record)
+        if is_model(directory):
+            _check_family(plain_config(read_json(directory / CONFIG)).get("model_type"), record)
     return record
 
 

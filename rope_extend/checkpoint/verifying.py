@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint import stock_reader
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.loading import pretrained
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
@@ -123,7 +123,7 @@ def verify(
         "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
         "libraries do once it is merged"
     )
-    if not (directory / ADAPTER_CONFIG).exists():
+    if not is_adapter(directory):
         stock = compared(_stock_logits(directory, inputs), "stock transformers")
         # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
         if stock.verdict == EQUAL or (

@@ -142,7 +142,7 @@ def card(arguments: argparse.Namespace) -> None:
     A README.md that somebody else wrote or edited is not replaced.
     """
     from rope_extend.checkpoint.card import write_card
-    from rope_extend.checkpoint.staging import CARD_NAME
+    from rope_extend.models.checkpoint_directory import CARD_NAME
 
     results: dict[str, Any] = {}
     if arguments.results is not None:

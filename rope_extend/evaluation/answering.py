@@ -32,6 +32,7 @@ from rope_extend.evaluation.loss_computer import LossComputer, evaluation_mode, 
 from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
 from rope_extend.loss import output_head
 from rope_extend.memory.budget import is_out_of_memory
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error
 from rope_extend.models.view import CACHE, unwrap
@@ -338,7 +339,7 @@ class Subjects:
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
         directory = Path(name)
-        if not (directory / "adapter_config.json").exists():
+        if not is_adapter(directory):
             if base_model is not None:
                 raise RopeExtendError(
                     f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"

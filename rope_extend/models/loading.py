@@ -29,7 +29,6 @@ from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_mode
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
-
 RESTORE = "restore the file, or save the model again"
 
 

@@ -16,10 +16,10 @@ from integrity import extended, logits, with_lora
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from rope_extend import RopeExtendError, RopeShape, current_patch, encoding, patch_model
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.restoring import load, load_adapter
 from rope_extend.checkpoint.saving import save
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from rope_extend import RopeExtendError, RopeShape
 from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, PLUGIN, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.export.write import _stock_computes, _stock_pairs, _with_form, export
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.saving import save
 from rope_extend.cli.main import main
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.models.view import rotary_part, shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)

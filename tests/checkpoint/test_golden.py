@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import SCHEMA_VERSION
 from rope_extend.checkpoint.saving import save
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, list[float]] = json.loads((GOLDEN / "logits.json").read_text())

@@ -118,7 +118,9 @@ def test_the_pinned_revision_of_a_base_model_is_used(
     assert torch.equal(logits(extended(model=stock)), expected)
     assert not torch.equal(logits(rx.load(adapter, base_revision="main")), expected)
     rewritten(adapter / RECORD, lambda data: {**data, "base_model": None})
-    assert not torch.equal(logits(rx.load(adapter, base_model="me/base")), expected)  # of a name, not the model
+    assert not torch.equal(
+        logits(rx.load(adapter, base_model="me/base")), expected
+    )  # of a name, not the model
     rewritten(adapter / RECORD, lambda data: {**data, "base_model": "me/base"})
     shutil.rmtree(repository / "snapshots" / ("b" * 40))  # nor is the newest one asked for
     (repository / "refs" / "main").unlink()

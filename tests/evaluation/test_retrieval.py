@@ -367,7 +367,12 @@ def test_mistakes(
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "text.txt").write_text(TEXT)
     names = {"run": run, "model": work / "model", "out": tmp_path}
-    for copy, source in {"moved": run, "cut": run, "damaged": work / "model", "other": work / "model"}.items():
+    for copy, source in {
+        "moved": run,
+        "cut": run,
+        "damaged": work / "model",
+        "other": work / "model",
+    }.items():
         shutil.copytree(source, tmp_path / copy)
     write_record(tmp_path / "moved", replace(read_record(run), base_model="gone/base"))
     for weights in (tmp_path / "cut/adapter_model.safetensors", tmp_path / "damaged/model.safetensors"):
