@@ -1,12 +1,14 @@
 """What other libraries must know of this one, told to them when they are imported, in any order.
 
 transformers' auto classes learn about plugin-only checkpoints. peft's `save_pretrained` learns to write the
-record of the encoding next to an adapter, if its model is extended.
+record of the encoding next to an adapter, if its model is extended, and `load_adapter` of both libraries to
+refuse an adapter of another encoding.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -17,13 +19,18 @@ from typing import Any
 # Two modules of transformers, because the second imports the first: while the first is executed, there is no
 # AutoModelForCausalLM yet.
 PEFT = "peft.peft_model"
-REGISTER = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto", PEFT)
+MIXIN = "transformers.integrations.peft"
+REGISTER = (
+    "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto", PEFT, MIXIN,
+)  # fmt: skip
 
 
 def _register(module: ModuleType) -> None:
-    """Register with the auto class of one of the two modules, or complete what peft saves."""
+    """Register with the auto class of one of the two modules, or watch what peft saves and loads."""
     if module.__name__ == PEFT:
         _record_what_is_saved(module.PeftModel)
+    if module.__name__ in (PEFT, MIXIN):
+        _check_what_is_loaded(module.PeftModel if module.__name__ == PEFT else module.PeftAdapterMixin)
         return
     from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
     from rope_extend.checkpoint.model_type import MODEL_TYPE
@@ -46,6 +53,23 @@ def _record_what_is_saved(peft_model: Any) -> None:
 
     save_pretrained.__dict__["stock"] = stock
     peft_model.save_pretrained = save_pretrained
+
+
+def _check_what_is_loaded(owner: Any) -> None:
+    """Let `load_adapter` refuse an adapter of another encoding than that of an extended model."""
+    stock = getattr(owner.load_adapter, "stock", owner.load_adapter)
+
+    @functools.wraps(stock)
+    def load_adapter(model: Any, *args: Any, **options: Any) -> Any:
+        from rope_extend.checkpoint.restoring import check_loaded_by_peft
+
+        given = inspect.signature(stock).bind(model, *args, **options).arguments
+        if (name := given.get("model_id", given.get("peft_model_id"))) is not None:
+            check_loaded_by_peft(model, name, {**options, **(options.get("adapter_kwargs") or {})})
+        return stock(model, *args, **options)
+
+    load_adapter.__dict__["stock"] = stock
+    owner.load_adapter = load_adapter
 
 
 class RegisteringFinder(MetaPathFinder):

@@ -21,6 +21,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
 from rope_extend.models.checkpoint_directory import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIGS,
     INDEX_NAME,
     RECORD_NAME,
@@ -154,7 +155,7 @@ def locate(directory: Path, name: str) -> Path:
 def _check_complete(directory: Path, names: list[str]) -> None:
     """Refuse a directory without the weights that a loader would look for."""
     adapter = is_adapter(directory)
-    expected = "adapter_model.safetensors" if adapter else "model.safetensors"
+    expected = ADAPTER_WEIGHTS if adapter else "model.safetensors"
     if expected not in names and (adapter or not (directory / INDEX_NAME).exists()):
         raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {RESTORE}")
 

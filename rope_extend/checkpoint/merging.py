@@ -23,7 +23,7 @@ from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.manifest import check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
-from rope_extend.checkpoint.restoring import attach, checked_record, load_model
+from rope_extend.checkpoint.restoring import attach, checked_record, load_base
 from rope_extend.checkpoint.saving import finish, write_model, write_tokenizer
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
@@ -99,7 +99,8 @@ def merge(
         _copy_notices(files, directory, output)
         finish(directory, base, Record.of(base, name, revision), guard=guard)
         check_finite(directory)
-    add_card(output, trained_in=adapter)
+    if base.get_output_embeddings() is not None:  # the card is one of a language model
+        add_card(output, trained_in=adapter)
     return output
 
 
@@ -135,7 +136,7 @@ def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torc
     advice = "; give the former as base_model="
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
         advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
-    base = load_model(str(files), dtype="auto")
+    base = load_base(str(files), adapter, dtype="auto")
     dtypes = {name: weight.dtype for name, weight in base.named_parameters(remove_duplicate=False)}
     # Weights in float16 tell in float32 alone whether they are those that the adapter was trained on.
     if dtype is not None or base.dtype == torch.float16 or changes_base(config):

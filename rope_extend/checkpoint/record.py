@@ -51,7 +51,8 @@ _LONGEST_NAME = 4096
 
 _TYPES: dict[str, Any] = {
     "shape": dict, "target_length": int, "model_type": str, "base_model": str | None,
-    "base_revision": str | None, "base_fingerprint": str | None, "weights": dict, "configs": dict, "versions": dict,
+    "base_revision": str | None, "base_fingerprint": str | None, "weights": dict, "configs": dict,
+    "versions": dict,
 }  # fmt: skip
 
 

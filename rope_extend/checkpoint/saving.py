@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from rope_extend.checkpoint.manifest import check_finite, read_json
 from rope_extend.checkpoint.model_type import guarded_config
-from rope_extend.checkpoint.peft_models import is_peft_model
+from rope_extend.checkpoint.peft_models import fingerprint_without_held, is_peft_model
 from rope_extend.checkpoint.publishing import warn_of_local_paths
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.staging import refuse_base_model, staged
@@ -155,6 +156,9 @@ def finish(
     if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
         write_json(config, guarded_config(read_json(config)), sort_keys=True)
     write_learned(directory, model)
+    if record.base_fingerprint is not None:
+        fingerprint = fingerprint_without_held(model, record.base_fingerprint, directory)
+        record = replace(record, base_fingerprint=fingerprint)
     return seal(directory, record, renamed=renamed)
 
 

@@ -111,6 +111,11 @@ def verify(
     if not tolerance > 0 or (length is not None and length < 1):
         raise RopeExtendError(f"verify: tolerance must be above 0, and length; got {tolerance} and {length}")
     model = _reference(directory if reference is None else reference, base_model)
+    if unwrap(model).get_output_embeddings() is None:
+        raise RopeExtendError(
+            f"verify compares the logits of language models, and {directory} holds a "
+            f"{type(unwrap(model)).__name__}; compare its outputs with those before it was saved"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     inputs = pieces(record.shape.trained_length, length or record.target_length, vocabulary)
     expected = logits(model, inputs)

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from rope_extend.models.parameters import LEARNED_FILE
 
 CONFIG, ADAPTER_CONFIG, RECORD_NAME = "config.json", "adapter_config.json", "rope_extend.json"
-INDEX_NAME, CARD_NAME = "model.safetensors.index.json", "README.md"
+ADAPTER_WEIGHTS, INDEX_NAME = "adapter_model.safetensors", "model.safetensors.index.json"
+CARD_NAME = "README.md"
 CONFIGS = (CONFIG, ADAPTER_CONFIG, INDEX_NAME)
 """The files that, together with the weights, decide what is computed."""
 

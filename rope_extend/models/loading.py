@@ -17,7 +17,11 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
 )
@@ -29,7 +33,21 @@ from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_mode
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
+HEADS = {
+    "SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification,
+    "QUESTION_ANS": AutoModelForQuestionAnswering, "FEATURE_EXTRACTION": AutoModel,
+}  # fmt: skip
+"""The auto classes of models that are no language models, by peft's name of the task."""
 RESTORE = "restore the file, or save the model again"
+
+
+def auto_class(config: Any, architecture: str | None = None) -> Any:
+    """The auto class for models of a class: `architecture`, or the one that a config was saved with."""
+    name = architecture or next(iter(config.architectures or ()), None)
+    for auto in HEADS.values():
+        if getattr(auto._model_mapping.get(type(config), None), "__name__", None) == name:
+            return auto
+    return AutoModelForCausalLM
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
