@@ -65,7 +65,9 @@ def _check_what_is_loaded(owner: Any) -> None:
 
         given = inspect.signature(stock).bind(model, *args, **options).arguments
         if (name := given.get("model_id", given.get("peft_model_id"))) is not None:
-            check_loaded_by_peft(model, name, {**options, **(options.get("adapter_kwargs") or {})})
+            in_place = given.get("adapter_name") in getattr(model, "peft_config", {})
+            hub = {**options, **(options.get("adapter_kwargs") or {})}
+            check_loaded_by_peft(model, name, hub, in_place=in_place)
         return stock(model, *args, **options)
 
     load_adapter.__dict__["stock"] = stock

@@ -24,7 +24,7 @@ from rope_extend.checkpoint.manifest import check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
 from rope_extend.checkpoint.restoring import attach, checked_record, load_base
-from rope_extend.checkpoint.saving import finish, write_model, write_tokenizer
+from rope_extend.checkpoint.saving import complete_checkpoint, write_model, write_tokenizer
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
@@ -97,7 +97,7 @@ def merge(
         if tokenizer:
             _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
-        finish(directory, base, Record.of(base, name, revision), guard=guard)
+        complete_checkpoint(directory, base, Record.of(base, name, revision), guard=guard)
         check_finite(directory)
     if base.get_output_embeddings() is not None:  # the card is one of a language model
         add_card(output, trained_in=adapter)

@@ -222,7 +222,7 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
     return path
 
 
-def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
+def write_record_with_digests(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding, with which a changed record does not agree. Call

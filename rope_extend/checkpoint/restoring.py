@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -23,6 +24,7 @@ from rope_extend.checkpoint.peft_models import check_base as check_base_model
 from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -33,7 +35,7 @@ from rope_extend.models.checkpoint_directory import (
 )
 from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
 from rope_extend.models.locating import ACCESS
-from rope_extend.models.parameters import is_learned, learned_parameters, read_learned
+from rope_extend.models.parameters import LEARNED_FILE, current_learned, is_learned, read_learned
 from rope_extend.models.view import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 
@@ -125,15 +127,18 @@ def load_adapter(
     return attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
 
-def check_loaded_by_peft(model: nn.Module, name: str | PathLike[str], options: dict[str, Any]) -> None:
+def check_loaded_by_peft(
+    model: nn.Module, name: str | PathLike[str], options: dict[str, Any], *, in_place: bool
+) -> None:
     """Refuse an adapter of another encoding than the model's, which peft would load without its own.
 
     Args:
         model: the model whose `load_adapter` was called.
         name: directory or hub id of the adapter.
         options: what else `load_adapter` was given, such as `subfolder`.
+        in_place: the adapter replaces one of the model's. Then what its encoding has learned does too.
     """
-    patch = current_patch(model)
+    patch, learned = current_patch(model), current_learned(model)
     if patch is None:
         return
     try:
@@ -142,21 +147,22 @@ def check_loaded_by_peft(model: nn.Module, name: str | PathLike[str], options: d
         return  # peft says what is missing
     if not is_recorded(directory):
         return
-    record, values, learned = read_record(directory), read_learned(directory), learned_parameters(model)
-    same = (record.encoding, record.shape, record.target_length) == (
-        patch.encoding, patch.shape, patch.target_length,
-    )  # fmt: skip
-    if same and not any(
-        name not in values or not (weight.is_meta or torch.equal(values[name].to(weight), weight))
-        for name, weight in learned.items()
-    ):
-        return
-    what = "the same encoding, but other learned parameters" if same else f"{patch.encoding}"
-    raise RopeExtendError(
-        f"the adapter in {directory} was trained with {record.encoding} for {record.target_length:,} tokens, "
-        f"and this model uses {what} for {patch.target_length:,}; a model has one encoding, so load this "
-        "adapter with rope_extend.load, into another model"
-    )
+    record, values = read_record(directory), read_learned(directory)
+    here = replace(record, encoding=patch.encoding, shape=patch.shape, target_length=patch.target_length)
+    differ = differences(record.schedule, here.schedule)
+    if learned is not None and not differ:
+        if in_place:
+            learned.put(values, str(directory / LEARNED_FILE))
+        elif any(
+            name not in values or not (weight.is_meta or torch.equal(values[name].to(weight), weight))
+            for name, weight in learned.named_parameters()
+        ):
+            differ = "learned parameters"
+    if differ:
+        raise RopeExtendError(
+            f"{directory} was trained with {record.encoding}, this model uses {patch.encoding}: "
+            f"they differ in {differ}. A model has one encoding, so use rope_extend.load for this adapter"
+        )
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

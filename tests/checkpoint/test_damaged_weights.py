@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.record import read_record, seal
+from rope_extend.checkpoint.record import read_record, write_record_with_digests
 
 
 @each()
@@ -105,7 +105,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(
     tensors[name].view(-1)[-1] = value
     tensors[name] = tensors[name].to(dtype)
     save_file(tensors, path, metadata={"format": "pt"})
-    seal(directory, read_record(directory))  # with digests that agree
+    write_record_with_digests(directory, read_record(directory))  # with digests that agree
     refused(directory, rf"{name} holds values that are NaN or infinite")
 
 

@@ -26,7 +26,7 @@ from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.manifest import locate, read_json
 from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
-from rope_extend.checkpoint.record import Record, seal, write_record
+from rope_extend.checkpoint.record import Record, write_record, write_record_with_digests
 from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
@@ -166,7 +166,7 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
         hidden = path.name.startswith(".") or path.suffix in _LEFT_BEHIND
         if not hidden and path.is_file() and path.name not in _REWRITTEN:
             _link(locate(source, path.name), staging / path.name)
-    seal(staging, record.without_local_path())
+    write_record_with_digests(staging, record.without_local_path())
 
 
 def _link(path: Path, target: Path) -> None:
