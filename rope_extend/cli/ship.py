@@ -204,7 +204,7 @@ def export(arguments: argparse.Namespace) -> None:
     if not arguments.support:
         if arguments.output is None:
             raise RopeExtendError("export needs --output, or --support")
-        from rope_extend.checkpoint.export.write import export as run
+        from rope_extend.checkpoint.exporting import export as run
 
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 

@@ -14,7 +14,7 @@ from integrity import each, extended, refused, rewritten, unsealed
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.card import write_card
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.cli.main import main
 
 KEY = "trust_remote_code"

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 
 ESCAPES = [
     "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",

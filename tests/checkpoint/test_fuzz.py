@@ -25,7 +25,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint import verifying
 from rope_extend.checkpoint.card import model_card
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import SCHEMA_VERSION
 from rope_extend.checkpoint.saving import save
 from rope_extend.models.checkpoint_directory import RECORD_NAME

@@ -1,6 +1,7 @@
 """Export of a checkpoint in the form that stock transformers, vLLM, SGLang or llama.cpp reads.
 
-`targets.py` says what each target reads, `support.py` chooses the form, and this module writes it.
+`export/targets.py` says what each target reads, `export/support.py` chooses the form, and this module
+writes it.
 """
 
 from __future__ import annotations
