@@ -51,13 +51,6 @@ def each(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("directory", kinds or KINDS, indirect=True)
 
 
-def each_with(*files: str) -> pytest.MarkDecorator:
-    """Each kind of directory with each of its `files`; `weights` stands for one of its weight files."""
-    there = {"full": {"config.json"}, "sharded": {"config.json", INDEX}, "adapter": {"adapter_config.json"}}
-    pairs = [(k, f) for k in KINDS for f in files if f in ("weights", RECORD, *there[k])]
-    return pytest.mark.parametrize(("directory", "name"), pairs, indirect=["directory"])
-
-
 def named(directory: Path, name: str) -> Path:
     return weights_of(directory) if name == "weights" else directory / name
 

@@ -135,6 +135,20 @@ def test_the_pinned_revision_of_a_base_model_is_used(tmp_path: Path, monkeypatch
         assert torch.equal(answering, expected)
 
 
+def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:
+    """transformers silently fills in 10,000, but this model was pretrained with another base."""
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    llama(**theta).save_pretrained(tmp_path / "base")
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    adapter = rx.save(adapted, tmp_path / "adapter")
+    rx.load(adapter)
+    rewritten(
+        tmp_path / "base" / "config.json", lambda data: data["rope_parameters"].pop("rope_theta") and None
+    )
+    for name in ("load", "merge", "export", "verify"):
+        refused(adapter, r"rope_theta|theta=500000.0.*this one has", by=name)
+
+
 def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.Tensor]:
     """An adapter that also trains some tokens, on a base model that it saves, and its logits."""
     llama(**config).save_pretrained(where / "base")
