@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,9 +28,10 @@ REGISTER = (
 def _register(module: ModuleType) -> None:
     """Register with the auto class of one of the two modules, or watch what peft saves and loads."""
     if module.__name__ == PEFT:
-        _record_what_is_saved(module.PeftModel)
+        _wrap(module.PeftModel, "save_pretrained", _save_pretrained)
     if module.__name__ in (PEFT, MIXIN):
-        _check_what_is_loaded(module.PeftModel if module.__name__ == PEFT else module.PeftAdapterMixin)
+        owner = module.PeftModel if module.__name__ == PEFT else module.PeftAdapterMixin
+        _wrap(owner, "load_adapter", _load_adapter)
         return
     from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
     from rope_extend.checkpoint.model_type import MODEL_TYPE
@@ -41,37 +42,36 @@ def _register(module: ModuleType) -> None:
         module.AutoModelForCausalLM.register(GuardedConfig, GuardedModel, exist_ok=True)
 
 
-def _record_what_is_saved(peft_model: Any) -> None:
-    """Complete the adapters of extended models that `PeftModel.save_pretrained` writes."""
-    stock = getattr(peft_model.save_pretrained, "stock", peft_model.save_pretrained)
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of a class by `around`, which is given the stock method and its arguments."""
+    method = getattr(owner, name)
+    stock = getattr(method, "stock", method)
 
     @functools.wraps(stock)
-    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-        from rope_extend.checkpoint.saving import recording
+    def wrapped(model: Any, *args: Any, **options: Any) -> Any:
+        return around(stock, model, *args, **options)
 
-        return recording(stock)(model, *args, **options)
-
-    save_pretrained.__dict__["stock"] = stock
-    peft_model.save_pretrained = save_pretrained
+    wrapped.__dict__["stock"] = stock
+    setattr(owner, name, wrapped)
 
 
-def _check_what_is_loaded(owner: Any) -> None:
+def _save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    """Complete the adapter of an extended model that `PeftModel.save_pretrained` writes."""
+    from rope_extend.checkpoint.saving import recording
+
+    return recording(stock)(model, *args, **options)
+
+
+def _load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
     """Let `load_adapter` refuse an adapter of another encoding than that of an extended model."""
-    stock = getattr(owner.load_adapter, "stock", owner.load_adapter)
+    from rope_extend.checkpoint.restoring import check_loaded_by_peft
 
-    @functools.wraps(stock)
-    def load_adapter(model: Any, *args: Any, **options: Any) -> Any:
-        from rope_extend.checkpoint.restoring import check_loaded_by_peft
-
-        given = inspect.signature(stock).bind(model, *args, **options).arguments
-        if (name := given.get("model_id", given.get("peft_model_id"))) is not None:
-            in_place = given.get("adapter_name") in getattr(model, "peft_config", {})
-            hub = {**options, **(options.get("adapter_kwargs") or {})}
-            check_loaded_by_peft(model, name, hub, in_place=in_place)
-        return stock(model, *args, **options)
-
-    load_adapter.__dict__["stock"] = stock
-    owner.load_adapter = load_adapter
+    given = inspect.signature(stock).bind(model, *args, **options).arguments
+    if (name := given.get("model_id", given.get("peft_model_id"))) is not None:
+        in_place = given.get("adapter_name") in getattr(model, "peft_config", {})
+        hub = {**options, **(options.get("adapter_kwargs") or {})}
+        check_loaded_by_peft(model, name, hub, in_place=in_place)
+    return stock(model, *args, **options)
 
 
 class RegisteringFinder(MetaPathFinder):

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from glob import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -28,6 +26,7 @@ from rope_extend.models.checkpoint_directory import (
     RECORD_NAME,
     matches,
 )
+from rope_extend.models.loading import one_error
 from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ def push_to_hub(
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
-    commit_message: str = "Upload by rope_extend",
 ) -> str:
     """Upload a checkpoint to the hub; returns the address of the commit.
 
@@ -68,7 +66,6 @@ def push_to_hub(
             repository of that name is refused.
         token: access token; default: the one that `hf auth login` stored.
         revision: branch; default: the main one.
-        commit_message: message of the commit.
 
     Raises:
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
@@ -89,7 +86,8 @@ def push_to_hub(
     left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
     if left_out:
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
-    with _hub_errors(repo_id):
+    advice = "Check the network, log in with `hf auth login`, and give owner/name"
+    with one_error(f"the hub did not take {str(repo_id)!r}", advice):
         api = huggingface_hub.HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.repo_info(repo_id).private:
@@ -99,27 +97,9 @@ def push_to_hub(
             )
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message=commit_message, delete_patterns=list(CHECKPOINT),
+            revision=revision, commit_message="Upload by rope_extend", delete_patterns=list(CHECKPOINT),
         )  # fmt: skip
     return str(commit.commit_url)
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one clear error."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # That of the hub's HTTP library, which is another one in other versions: also if no answer comes.
-    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
-    try:
-        yield
-    except RopeExtendError:
-        raise
-    except (OSError, ValueError, http_error) as error:
-        raise RopeExtendError(
-            f"the hub did not take {str(repo_id)!r}: {error}. Check the network, log in with `hf auth "
-            "login`, and give owner/name"
-        ) from error
 
 
 def files_to_push(directory: Path) -> list[str]:
