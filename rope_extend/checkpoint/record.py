@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from packaging.version import InvalidVersion, Version
 from torch import nn
@@ -117,11 +117,10 @@ class Record:
         )  # fmt: skip
         if not is_peft_model(model):
             return record.without_local_path()
-        revisions = (each.revision for each in model.peft_config.values())
+        configs = cast(Any, model).peft_config.values()
+        pinned = next((each.revision for each in configs if each.revision), None)
         return replace(
-            record,
-            base_fingerprint=base_fingerprint(model),
-            base_revision=base_revision or next(filter(None, revisions), None),
+            record, base_fingerprint=base_fingerprint(model), base_revision=base_revision or pinned
         )
 
     @property
