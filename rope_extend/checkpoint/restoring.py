@@ -35,7 +35,7 @@ from rope_extend.models.checkpoint_directory import (
 )
 from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
 from rope_extend.models.locating import ACCESS
-from rope_extend.models.parameters import LEARNED_FILE, current_learned, is_learned, read_learned
+from rope_extend.models.parameters import LEARNED_FILE, is_learned, learned_parameters, read_learned
 from rope_extend.models.view import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 
@@ -92,7 +92,9 @@ def load(
             apply_record(model, record, directory)
         return model
     given = base_revision or from_pretrained_options.pop("revision", None)
-    base_model, from_pretrained_options["revision"] = record.base(directory, base_model, given)
+    base_model, revision = record.base(directory, base_model, given)
+    if revision is not None:
+        from_pretrained_options["revision"] = revision
     hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
     base = load_base(base_model, directory, hint, **from_pretrained_options)
     return attach(base, directory, record, check_base=check_base)
@@ -138,7 +140,7 @@ def check_loaded_by_peft(
         options: what else `load_adapter` was given, such as `subfolder`.
         in_place: the adapter replaces one of the model's. Then what its encoding has learned does too.
     """
-    patch, learned = current_patch(model), current_learned(model)
+    patch = current_patch(model)
     if patch is None:
         return
     try:
@@ -150,14 +152,13 @@ def check_loaded_by_peft(
     record, values = read_record(directory), read_learned(directory)
     here = replace(record, encoding=patch.encoding, shape=patch.shape, target_length=patch.target_length)
     differ = differences(record.schedule, here.schedule)
-    if learned is not None and not differ:
-        if in_place:
-            learned.put(values, str(directory / LEARNED_FILE))
-        elif any(
-            name not in values or not (weight.is_meta or torch.equal(values[name].to(weight), weight))
-            for name, weight in learned.named_parameters()
-        ):
-            differ = "learned parameters"
+    if in_place and not differ:
+        patch.learn(values, str(directory / LEARNED_FILE))
+    elif not differ and any(
+        name not in values or not (weight.is_meta or torch.equal(values[name].to(weight), weight))
+        for name, weight in learned_parameters(model).items()
+    ):
+        differ = "learned parameters"
     if differ:
         raise RopeExtendError(
             f"{directory} was trained with {record.encoding}, this model uses {patch.encoding}: "
@@ -206,7 +207,7 @@ def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any
         access = {key: options[key] for key in ACCESS if key in options}
         auto = auto_class(pretrained(AutoConfig, name, hint, **access), kind)
     for weight, shape in held.items():
-        if re.search(r"(^|\.)(score|classifier)\.weight$", weight) and auto in HEADS.values():
+        if shape and re.search(r"(^|\.)(score|classifier)\.weight$", weight) and auto in HEADS.values():
             options.setdefault("num_labels", shape[0])
     model = load_model(name, hint, auto=auto, held=held.keys(), **options)
     fit_vocabulary(model, directory)
@@ -222,11 +223,11 @@ def fit_vocabulary(model: Any, adapter: Path, *, resize: bool = True) -> None:
     held, layers = held_weights(adapter), [model.get_input_embeddings(), model.get_output_embeddings()]
     matrices = [layer.weight for layer in layers if layer is not None]
     names = [n for n, weight in model.named_parameters() if any(weight is matrix for matrix in matrices)]
-    rows, found = len(matrices[0]), {held[name][0] if name in held else None for name in names}
-    if found <= {rows, None}:
+    rows, found = len(matrices[0]), {held.get(name, ())[:1] for name in names} - {()}
+    if found <= {(rows,)}:
         return
-    wanted = max(filter(None, found))
-    if len(found) > 1:
+    (wanted,) = max(found)
+    if len(found) > 1 or not all(name in held for name in names):
         raise RopeExtendError(
             f"the adapter in {adapter} has {wanted:,} embeddings in one of the base model's two matrices of "
             f"{rows:,} only; save it again with both in modules_to_save"
@@ -236,7 +237,8 @@ def fit_vocabulary(model: Any, adapter: Path, *, resize: bool = True) -> None:
             f"the adapter in {adapter} has {wanted:,} embeddings, and the base model has {rows:,}; call "
             f"model.resize_token_embeddings({wanted}) first, or use rope_extend.load, which resizes it"
         )
-    model.resize_token_embeddings(wanted, mean_resizing=False)
+    with one_error(f"the base model cannot have the {wanted:,} embeddings of the adapter in {adapter}"):
+        model.resize_token_embeddings(wanted, mean_resizing=False)
 
 
 def load_model(

@@ -43,7 +43,8 @@ RESTORE = "restore the file, or save the model again"
 
 def auto_class(config: Any, architecture: str | None = None) -> Any:
     """The auto class for models of a class: `architecture`, or the one that a config was saved with."""
-    name = architecture or next(iter(config.architectures or ()), None)
+    saved = config.architectures if isinstance(config.architectures, list) else []
+    name = architecture or next(iter(saved), None)
     for auto in HEADS.values():
         if getattr(auto._model_mapping.get(type(config), None), "__name__", None) == name:
             return auto
