@@ -5,7 +5,7 @@ from rope_extend.advice.answer import advise as advise
 from rope_extend.attention.sink_cache import sink_cache as sink_cache
 from rope_extend.checkpoint.callback import SaveEncodingCallback as SaveEncodingCallback
 from rope_extend.checkpoint.converting import convert as convert
-from rope_extend.checkpoint.export.write import export as export
+from rope_extend.checkpoint.exporting import export as export
 from rope_extend.checkpoint.info import info as info
 from rope_extend.checkpoint.merging import merge as merge
 from rope_extend.checkpoint.publishing import push_to_hub as push_to_hub

@@ -91,15 +91,14 @@ class GuardedModel:
             RopeExtendError: the record is missing or damaged, the files are not those that were saved, or an
                 option selects other files.
         """
-        from transformers import AutoModelForCausalLM
-
         from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
         from rope_extend.checkpoint.restoring import apply_record, checked_record
+        from rope_extend.models.loading import auto_class
 
         refuse_other_files(kwargs)
         directory = local_directory(name, **hub_options(kwargs))
         record = checked_record(directory, check_files=True)
-        result = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
+        result = auto_class(config.family).from_pretrained(name, *args, config=config.family, **kwargs)
         apply_record(result[0] if isinstance(result, tuple) else result, record, directory)
         return result
 

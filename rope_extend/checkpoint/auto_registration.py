@@ -1,14 +1,16 @@
 """What other libraries must know of this one, told to them when they are imported, in any order.
 
 transformers' auto classes learn about plugin-only checkpoints. peft's `save_pretrained` learns to write the
-record of the encoding next to an adapter, if its model is extended.
+record of the encoding next to an adapter, if its model is extended, and `load_adapter` of both libraries to
+refuse an adapter of another encoding.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,13 +19,19 @@ from typing import Any
 # Two modules of transformers, because the second imports the first: while the first is executed, there is no
 # AutoModelForCausalLM yet.
 PEFT = "peft.peft_model"
-REGISTER = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto", PEFT)
+MIXIN = "transformers.integrations.peft"
+REGISTER = (
+    "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto", PEFT, MIXIN,
+)  # fmt: skip
 
 
 def _register(module: ModuleType) -> None:
-    """Register with the auto class of one of the two modules, or complete what peft saves."""
+    """Register with the auto class of one of the two modules, or watch what peft saves and loads."""
     if module.__name__ == PEFT:
-        _record_what_is_saved(module.PeftModel)
+        _wrap(module.PeftModel, "save_pretrained", _save_pretrained)
+    if module.__name__ in (PEFT, MIXIN):
+        owner = module.PeftModel if module.__name__ == PEFT else module.PeftAdapterMixin
+        _wrap(owner, "load_adapter", _load_adapter)
         return
     from rope_extend.checkpoint.auto_classes import GuardedConfig, GuardedModel
     from rope_extend.checkpoint.model_type import MODEL_TYPE
@@ -34,18 +42,36 @@ def _register(module: ModuleType) -> None:
         module.AutoModelForCausalLM.register(GuardedConfig, GuardedModel, exist_ok=True)
 
 
-def _record_what_is_saved(peft_model: Any) -> None:
-    """Complete the adapters of extended models that `PeftModel.save_pretrained` writes."""
-    stock = getattr(peft_model.save_pretrained, "stock", peft_model.save_pretrained)
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of a class by `around`, which is given the stock method and its arguments."""
+    method = getattr(owner, name)
+    stock = getattr(method, "stock", method)
 
     @functools.wraps(stock)
-    def save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
-        from rope_extend.checkpoint.saving import recording
+    def wrapped(model: Any, *args: Any, **options: Any) -> Any:
+        return around(stock, model, *args, **options)
 
-        return recording(stock)(model, *args, **options)
+    wrapped.__dict__["stock"] = stock
+    setattr(owner, name, wrapped)
 
-    save_pretrained.__dict__["stock"] = stock
-    peft_model.save_pretrained = save_pretrained
+
+def _save_pretrained(stock: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    """Complete the adapter of an extended model that `PeftModel.save_pretrained` writes."""
+    from rope_extend.checkpoint.saving import recording
+
+    return recording(stock)(model, *args, **options)
+
+
+def _load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    """Let `load_adapter` refuse an adapter of another encoding than that of an extended model."""
+    from rope_extend.checkpoint.restoring import check_loaded_by_peft
+
+    given = inspect.signature(stock).bind(model, *args, **options).arguments
+    if (name := given.get("model_id", given.get("peft_model_id"))) is not None:
+        in_place = given.get("adapter_name") in getattr(model, "peft_config", {})
+        hub = {**options, **(options.get("adapter_kwargs") or {})}
+        check_loaded_by_peft(model, name, hub, in_place=in_place)
+    return stock(model, *args, **options)
 
 
 class RegisteringFinder(MetaPathFinder):

@@ -10,12 +10,12 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import changes_base, check_base, is_peft_model
 from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.saving import recording, stock_save
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.models.parameters import (
     LEARNED_FILE,
     current_learned,

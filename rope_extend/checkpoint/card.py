@@ -26,10 +26,11 @@ from rope_extend.checkpoint.export.targets import TARGETS, commands
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
-from rope_extend.checkpoint.staging import CARD_NAME, is_our_card, marked
+from rope_extend.checkpoint.staging import is_our_card, marked
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_text
+from rope_extend.models.checkpoint_directory import CARD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import pretrained
 from rope_extend.models.locating import GGUF
@@ -86,7 +87,7 @@ def model_card(
     record = read_record(directory)
     encoding: Any = record.encoding
     shape = record.shape
-    adapter = (directory / "adapter_config.json").exists()
+    adapter = is_adapter(directory)
     name = name or directory.resolve().name
     recipe = _recipe(Path(trained_in or directory))
     paper = encoding.paper

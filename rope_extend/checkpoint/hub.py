@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import DOWNLOADED
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
-"""The files that are downloaded from the hub: never a pickle, never code."""
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
@@ -47,15 +47,29 @@ def local_directory(
         RopeExtendError: there is no such checkpoint.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name = expand_home(name)
-    try:
+    with _not_found(name, kind, argument):
         if Path(name).exists():
             return Path(name)
         access = {key: options[key] for key in ACCESS if key in options}
         check_checkpoint(name, **access)
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **options))
+        return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
+
+
+def check_named(name: str, kind: str, argument: str) -> None:
+    """Refuse a name that leads to no checkpoint, as `local_directory` does, without a download."""
+    with _not_found(name, kind, argument):
+        check_checkpoint(name)
+
+
+@contextmanager
+def _not_found(name: str, kind: str, argument: str) -> Iterator[None]:
+    """Say which argument gives what was not found."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
         raise RopeExtendError(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import AutoConfig
 
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import check_agreement, read_record
 from rope_extend.checkpoint.restoring import apply_record
 from rope_extend.encodings import (
@@ -20,9 +20,10 @@ from rope_extend.encodings import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import RECORD_NAME, is_adapter, is_model, is_recorded
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
-from rope_extend.models.loading import empty_model
+from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.view import (
     CONFIG_RECORD,
     active_table,
@@ -125,17 +126,18 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
 def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
     directory = Path(name)
-    adapter = (directory / ADAPTER_CONFIG).exists() and not (directory / "config.json").exists()
-    record = read_record(name) if (directory / RECORD_NAME).exists() else None
+    adapter = is_adapter(directory) and not is_model(directory)
+    record = read_record(name) if is_recorded(directory) else None
     if not adapter:
         model = empty_model(name)
     elif record is None or record.base_model is None:
         what = f"without {RECORD_NAME}" if record is None else "whose record names no base model"
         raise RopeExtendError(f"{name} holds an adapter {what}; give the base model instead")
     else:
-        model = empty_model(record.base_model)
+        config = pretrained(AutoConfig, record.base_model, revision=record.base_revision)
+        model = empty_model(record.base_model, config)
     if record is not None:
-        if adapter or (directory / "config.json").exists():
+        if adapter or is_model(directory):
             check_agreement(directory, record)
         if adapter or unapplied_record(model) is not None:
             apply_record(model, record)

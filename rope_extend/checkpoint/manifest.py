@@ -10,27 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256
-from rope_extend.models.parameters import LEARNED_FILE
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIGS,
+    INDEX_NAME,
+    RECORD_NAME,
+    WEIGHTS,
+    is_adapter,
+    matches,
+)
+from rope_extend.models.loading import RESTORE, open_weights
 
-RECORD_NAME = "rope_extend.json"
-ADAPTER_CONFIG = "adapter_config.json"
-INDEX_NAME = "model.safetensors.index.json"
-CONFIGS = ("config.json", ADAPTER_CONFIG, INDEX_NAME)
-"""The files that, together with the weights, decide what is computed."""
-
-_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)", re.IGNORECASE)
 _TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|custom_checkpoint)"
@@ -42,7 +42,6 @@ _IDLE_KEYS = re.compile(
     r"|.*_token_id"
 )
 """Keys of a config that its owner may edit: they are names, and do not change what is computed."""
-_RESTORE = "restore the file, or save the model again"
 
 
 def check_directory(
@@ -78,27 +77,22 @@ def check_directory(
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
 
 
-def is_weight_file(name: str) -> bool:
-    """Whether a loader would read a file as weights, by its name. Files of other names belong to the user."""
-    return name == LEARNED_FILE or _WEIGHTS.fullmatch(name) is not None
-
-
 def weight_files(directory: Path) -> list[str]:
     """Names of the weight files of a directory, sorted: the files that exist and those that the index names.
 
     An index that is damaged, or names a file elsewhere, is refused.
     """
-    names = {path.name for path in directory.iterdir() if is_weight_file(path.name)}
+    names = {path.name for path in directory.iterdir() if matches(path.name, WEIGHTS)}
     path = directory / INDEX_NAME
     if path.exists():
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise RopeExtendError(f"{path} has no weight_map; {_RESTORE}")
+            raise RopeExtendError(f"{path} has no weight_map; {RESTORE}")
         for name in weight_map.values():
             # It must be in the same directory, on any system.
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", name):
                 raise RopeExtendError(
-                    f"{path} names {name!r}, which is not a safetensors file of this directory; {_RESTORE}"
+                    f"{path} names {name!r}, which is not a safetensors file of this directory; {RESTORE}"
                 )
         names.update(weight_map.values())
     return sorted(names)
@@ -111,9 +105,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise OSError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RopeExtendError(f"cannot read {path}: {error}; {_RESTORE}") from error
+        raise RopeExtendError(f"cannot read {path}: {error}; {RESTORE}") from error
     if not isinstance(data, dict):
-        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; {_RESTORE}")
+        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; {RESTORE}")
     return data
 
 
@@ -143,7 +137,7 @@ def locate(directory: Path, name: str) -> Path:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
         # RuntimeError: links in a circle, before Python 3.13. ValueError: a name that no file can have.
-        raise RopeExtendError(f"{path} is missing or cannot be reached ({error}); {_RESTORE}") from error
+        raise RopeExtendError(f"{path} is missing or cannot be reached ({error}); {RESTORE}") from error
     blobs = [
         parent.parent / "blobs"
         for parent in root.parents
@@ -160,23 +154,10 @@ def locate(directory: Path, name: str) -> Path:
 
 def _check_complete(directory: Path, names: list[str]) -> None:
     """Refuse a directory without the weights that a loader would look for."""
-    adapter = (directory / ADAPTER_CONFIG).exists()
-    expected = "adapter_model.safetensors" if adapter else "model.safetensors"
+    adapter = is_adapter(directory)
+    expected = ADAPTER_WEIGHTS if adapter else "model.safetensors"
     if expected not in names and (adapter or not (directory / INDEX_NAME).exists()):
-        raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {_RESTORE}")
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
-    try:
-        file = safe_open(path, framework="pt", device="cpu")
-    except OSError:
-        raise
-    except Exception as error:
-        raise RopeExtendError(f"{path} is truncated or damaged ({error}); {_RESTORE}") from error
-    with file:
-        yield file
+        raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {RESTORE}")
 
 
 def check_finite(directory: Path) -> None:

@@ -20,14 +20,15 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, locate, read_json
+from rope_extend.checkpoint.manifest import check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
-from rope_extend.checkpoint.restoring import attach, checked_record, load_model
-from rope_extend.checkpoint.saving import finish, write_model, write_tokenizer
+from rope_extend.checkpoint.restoring import attach, checked_record, load_base
+from rope_extend.checkpoint.saving import complete_checkpoint, write_model, write_tokenizer
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, NOTICES, is_adapter, matches
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.locating import GGUF
@@ -45,6 +46,7 @@ def merge(
     output: str | PathLike[str],
     *,
     base_model: str | None = None,
+    base_revision: str | None = None,
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -64,6 +66,7 @@ def merge(
         adapter: a LoRA adapter's directory or hub id, with its record.
         output: the output directory; created if missing.
         base_model: name or path of the base model; overrides the one in the record.
+        base_revision: as in `rope_extend.load`.
         overwrite: replace a checkpoint in the output directory; other files stay.
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
@@ -78,9 +81,7 @@ def merge(
     adapter, output = local_directory(adapter), Path(expand_home(output))
     record = checked_record(adapter, check_files=True)
     config = _adapter_config(adapter)
-    name = expand_home(base_model) if base_model else record.base_model
-    if name is None:
-        raise RopeExtendError(f"the record in {adapter} names no base model; give base_model=")
+    name, revision = record.base(adapter, base_model, base_revision)
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
     refuse_base_model(output, name)
@@ -90,15 +91,16 @@ def merge(
             f"{_how_to_convert(str(path))}"
         )
     with staged(output, overwrite=overwrite) as directory:
-        files = local_directory(name, "base model", "base_model=")
+        files = local_directory(name, "base model", "base_model=", revision=revision)
         base = _merged(files, adapter, record, config, dtype)
         write_model(base, directory, max_shard_size)
         if tokenizer:
             _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
-        finish(directory, base, Record.of(base, name), guard=guard)
+        complete_checkpoint(directory, base, Record.of(base, name, revision), guard=guard)
         check_finite(directory)
-    add_card(output, trained_in=adapter)
+    if base.get_output_embeddings() is not None:  # the card is one of a language model
+        add_card(output, trained_in=adapter)
     return output
 
 
@@ -110,7 +112,7 @@ def _adapter_config(adapter: Path) -> Any:
     """The config of a LoRA adapter that can be merged."""
     from peft import PeftConfig
 
-    if not (adapter / ADAPTER_CONFIG).exists():
+    if not is_adapter(adapter):
         raise RopeExtendError(f"{adapter} holds no adapter ({ADAPTER_CONFIG}); there is nothing to merge")
     with one_error(f"cannot read {adapter / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(adapter))
@@ -134,7 +136,7 @@ def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torc
     advice = "; give the former as base_model="
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
         advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
-    base = load_model(str(files), dtype="auto")
+    base = load_base(str(files), adapter, dtype="auto")
     dtypes = {name: weight.dtype for name, weight in base.named_parameters(remove_duplicate=False)}
     # Weights in float16 tell in float32 alone whether they are those that the adapter was trained on.
     if dtype is not None or base.dtype == torch.float16 or changes_base(config):
@@ -201,8 +203,8 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
 
 def _copy_notices(files: Path, directory: Path, output: Path) -> None:
     """Copy the license and notices of a base model, unless the output has a file of that name."""
-    for path in (*files.glob("LICENSE*"), *files.glob("NOTICE*")):
-        if path.is_file() and not os.path.lexists(output / path.name):
+    for path in files.iterdir():
+        if matches(path.name, NOTICES) and path.is_file() and not os.path.lexists(output / path.name):
             _copy(files, path.name, directory)
 
 

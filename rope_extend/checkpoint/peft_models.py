@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.checkpoint_directory import ADAPTER_WEIGHTS
+from rope_extend.models.loading import open_weights
 from rope_extend.models.parameters import is_learned
 from rope_extend.models.view import unwrap
 
@@ -116,7 +118,8 @@ def check_base(
     obstacle = _obstacle(base, list(matrices.values()))
     if obstacle in (None, _IN_FLOAT16):
         found = _fingerprint(matrices)
-        if found == recorded:
+        # Records of earlier versions also count what the adapter replaces.
+        if recorded in (found, _fingerprint(_without_held(matrices, adapter))):
             return
         if obstacle is None:
             name = base.config.name_or_path or "a model made in memory"
@@ -125,6 +128,39 @@ def check_base(
                 f"the base model {name!r} has other weights (fingerprint {found[:12]}){advice}"
             )
     _warn_unchecked(str(obstacle))
+
+
+def held_weights(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's weights, by the names that they have in the base model.
+
+    Some replace a whole weight of the base model: heads and other `modules_to_save`, and embeddings, which
+    peft saves once they are resized.
+    """
+    path = directory / ADAPTER_WEIGHTS
+    if not path.exists():
+        return {}
+    with open_weights(path) as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    wrappers = r"\.(base_layer|original_module|token_adapter|modules_to_save)(?=\.)"
+    return {re.sub(wrappers, "", key.removeprefix("base_model.model.")): shapes[key] for key in shapes}
+
+
+def fingerprint_without_held(model: nn.Module, recorded: str | None, directory: Path) -> str | None:
+    """The recorded fingerprint of a base model, without weights that the adapter in `directory` replaces.
+
+    They do not identify it: new rows of embeddings and new heads are random numbers, others in each process.
+    A fingerprint that is not the model's own stays as it is, such as one from before peft changed the model.
+    """
+    matrices = _base_matrices(unwrap(model))
+    rest = _without_held(matrices, directory)
+    if len(rest) == len(matrices) or _obstacle(unwrap(model), list(matrices.values())) is not None:
+        return recorded
+    return _fingerprint(rest) if _fingerprint(matrices) == recorded else recorded
+
+
+def _without_held(matrices: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    held = held_weights(directory)
+    return {name: matrix for name, matrix in matrices.items() if name not in held}
 
 
 def _warn_unchecked(obstacle: str) -> None:

@@ -7,36 +7,35 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from glob import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
-from rope_extend.checkpoint.manifest import CONFIGS, RECORD_NAME, check_directory, weight_files
+from rope_extend.checkpoint.manifest import check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
-from rope_extend.checkpoint.staging import CARD_NAME, TOKENIZER_FILES
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    CARD_NAME,
+    CHECKPOINT,
+    PUBLISHED,
+    RECORD_NAME,
+    matches,
+)
+from rope_extend.models.loading import one_error
 from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = frozenset({
-    CARD_NAME, RECORD_NAME, *CONFIGS, "generation_config.json",
-    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-})  # fmt: skip
-"""Configs and files of processors, by the names that transformers gives them. A directory may hold other
-JSON, texts and pictures, which belong to the user."""
-_NOTICES = ("LICENSE", "NOTICE")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)")
 """A picture in Markdown."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FIELDS = {
-    "adapter_config.json": ("base_model_name_or_path",),
+    ADAPTER_CONFIG: ("base_model_name_or_path",),
     RECORD_NAME: ("base_model",),
     "recipe.yaml": ("model", "data", "eval_data", "output_dir"),
 }
@@ -50,13 +49,15 @@ def push_to_hub(
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
-    commit_message: str = "Upload by rope_extend",
 ) -> str:
     """Upload a checkpoint to the hub; returns the address of the commit.
 
     Its weights, configs, tokenizer, `rope_extend.json`, license, card and the pictures in the card are
     uploaded. Files of other names stay here, and the log names them. The files are compared with their
     digests before.
+
+    In the repository, they replace what is there of another model or adapter: weights, shards, their index,
+    configs and record, which a loader would mix with the new ones. No other file is deleted.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
@@ -65,7 +66,6 @@ def push_to_hub(
             repository of that name is refused.
         token: access token; default: the one that `hf auth login` stored.
         revision: branch; default: the main one.
-        commit_message: message of the commit.
 
     Raises:
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
@@ -86,7 +86,8 @@ def push_to_hub(
     left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
     if left_out:
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
-    with _hub_errors(repo_id):
+    advice = "Check the network, log in with `hf auth login`, and give owner/name"
+    with one_error(f"the hub did not take {str(repo_id)!r}", advice):
         api = huggingface_hub.HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.repo_info(repo_id).private:
@@ -96,40 +97,20 @@ def push_to_hub(
             )
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message=commit_message,
+            revision=revision, commit_message="Upload by rope_extend", delete_patterns=list(CHECKPOINT),
         )  # fmt: skip
     return str(commit.commit_url)
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one clear error."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # That of the hub's HTTP library, which is another one in other versions: also if no answer comes.
-    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
-    try:
-        yield
-    except RopeExtendError:
-        raise
-    except (OSError, ValueError, http_error) as error:
-        raise RopeExtendError(
-            f"the hub did not take {str(repo_id)!r}: {error}. Check the network, log in with `hf auth "
-            "login`, and give owner/name"
-        ) from error
 
 
 def files_to_push(directory: Path) -> list[str]:
     """The names of the files that are uploaded, sorted: those of the checkpoint itself, without links."""
     card = directory / CARD_NAME
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    names = {*_KNOWN, *weight_files(directory), *_PICTURE.findall(text)}
+    names = {*weight_files(directory), *_PICTURE.findall(text)}
     return sorted(
         path.name
         for path in directory.iterdir()
-        if path.is_file()
-        and not path.is_symlink()
-        and (path.name in names or TOKENIZER_FILES.fullmatch(path.name) or path.name.startswith(_NOTICES))
+        if path.is_file() and not path.is_symlink() and (path.name in names or matches(path.name, PUBLISHED))
     )
 
 

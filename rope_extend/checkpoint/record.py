@@ -6,18 +6,18 @@ It is a file of its own, because a `config.json` in an adapter's directory keeps
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from rope_extend.checkpoint.manifest import (
-    ADAPTER_CONFIG,
-    RECORD_NAME,
     config_digests,
     locate,
     read_json,
@@ -28,8 +28,9 @@ from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_json
+from rope_extend.files import expand_home, write_json
 from rope_extend.journal import differences
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error
 from rope_extend.models.view import CONFIG_RECORD, unwrap
@@ -37,7 +38,11 @@ from rope_extend.patching import current_patch
 from rope_extend.report.tables import is_private, public_name
 from rope_extend.report.versions import package_version
 
+logger = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 2
+_ADDED = frozenset({"base_revision"})
+"""Fields that the first records of this schema lack. A field that a reader must know needs a new schema."""
 ADAPTER_MARK = "rope_extend"
 """The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with. It is the one
 part of that config which peft keeps unchanged, and for a model with a task type, nothing else uses it."""
@@ -46,7 +51,8 @@ _LONGEST_NAME = 4096
 
 _TYPES: dict[str, Any] = {
     "shape": dict, "target_length": int, "model_type": str, "base_model": str | None,
-    "base_fingerprint": str | None, "weights": dict, "configs": dict, "versions": dict,
+    "base_revision": str | None, "base_fingerprint": str | None, "weights": dict, "configs": dict,
+    "versions": dict,
 }  # fmt: skip
 
 
@@ -67,6 +73,7 @@ class Record:
         model_type: `config.model_type` of the base model.
         base_model: name or path of the base model; None if it has none, such as a model made in memory. In a
             full checkpoint, which does not need it, only the last part of a local path is recorded.
+        base_revision: branch, tag or commit of the base model on the hub; None for the newest.
         base_fingerprint: fingerprint of the base model that an adapter was trained on, see
             `peft_models.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
         weights: SHA-256 of every weight file next to the record, by name; empty if not computed.
@@ -81,14 +88,17 @@ class Record:
     model_type: str
     base_model: str | None
     base_fingerprint: str | None = None
+    base_revision: str | None = None
     weights: dict[str, str] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: dict(checkpoint_versions()))
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
-    def of(cls, model: nn.Module, base_model: str | None = None) -> Self:
+    def of(cls, model: nn.Module, base_model: str | None = None, base_revision: str | None = None) -> Self:
         """The record of a patched model, without digests. For an adapter, it holds the base's fingerprint.
+
+        The `revision` of an adapter's config is recorded, unless another one is given.
 
         Raises:
             RopeExtendError: the model is not patched.
@@ -101,9 +111,17 @@ class Record:
             )
         config = unwrap(model).config
         name = base_model or config.name_or_path or None
-        fingerprint = base_fingerprint(model) if is_peft_model(model) else None
-        record = cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
-        return record if is_peft_model(model) else record.without_local_path()
+        record = cls(
+            patch.encoding, patch.shape, patch.target_length, config.model_type, name,
+            base_revision=base_revision,
+        )  # fmt: skip
+        if not is_peft_model(model):
+            return record.without_local_path()
+        configs = cast(Any, model).peft_config.values()
+        pinned = next((each.revision for each in configs if each.revision), None)
+        return replace(
+            record, base_fingerprint=base_fingerprint(model), base_revision=base_revision or pinned
+        )
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -113,6 +131,21 @@ class Record:
             "shape": asdict(self.shape),
             "target_length": self.target_length,
         }
+
+    def base(
+        self, directory: Path, name: str | None = None, revision: str | None = None
+    ) -> tuple[str, str | None]:
+        """Name and revision of the base model to load: those that were given, or else the recorded ones.
+
+        The recorded revision is one of the recorded model, so it does not apply to another name.
+
+        Raises:
+            RopeExtendError: neither gives a name. The message names `directory`.
+        """
+        name = expand_home(name) if name else self.base_model
+        if name is None:
+            raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
+        return name, revision or (self.base_revision if name == self.base_model else None)
 
     def without_local_path(self) -> Self:
         """The record of a full checkpoint: of a local path to its base model only the last part."""
@@ -125,7 +158,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record that `to_dict` described; unknown schema versions, keys and values are refused."""
+        """The record that `to_dict` described; unknown schema versions, keys and values are refused.
+
+        Keys that a newer version of rope_extend has added within the schema are left out, with a warning.
+        """
         if not isinstance(data, dict):
             raise RopeExtendError(f"a record is a mapping, got {type(data).__name__}")
         version = data.get("schema_version")
@@ -135,18 +171,27 @@ class Record:
                 "newer one may have written it"
             )
         keys = set(cls.__dataclass_fields__)
-        if data.keys() != keys:
-            missing, unknown = sorted(keys - data.keys()), sorted(map(str, data.keys() - keys))
+        missing, unknown = sorted(keys - data.keys() - _ADDED), sorted(map(str, data.keys() - keys))
+        writer = versions.get("rope_extend") if isinstance(versions := data.get("versions"), dict) else None
+        if missing or (unknown and not _is_newer(writer)):
             raise RopeExtendError(f"missing keys: {missing}; unknown keys: {unknown}")
+        if unknown:
+            logger.warning(
+                "rope_extend %s wrote this record, and its fields %s are ignored: this version does not know "
+                "them; update rope_extend",
+                writer, unknown,
+            )  # fmt: skip
+        data = {"base_revision": None, **{key: value for key, value in data.items() if key in keys}}
         for key, kinds in _TYPES.items():
             if not isinstance(data[key], kinds) or isinstance(data[key], bool):
                 raise RopeExtendError(f"{key} is {data[key]!r}")
         for key in ("weights", "configs"):
             if not all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in data[key].values()):
                 raise RopeExtendError(f"{key} is {data[key]!r}, not SHA-256 digests by file name")
-        name = data["base_model"] or ""
-        if len(name) > _LONGEST_NAME or "\0" in name:
-            raise RopeExtendError(f"base_model is {name[:40]!r}..., which no model can be called")
+        for key in ("base_model", "base_revision"):
+            name = data[key] or ""
+            if len(name) > _LONGEST_NAME or "\0" in name or (key == "base_revision" and ".." in name):
+                raise RopeExtendError(f"{key} is {name[:40]!r}..., which no model or revision can be called")
         if data["target_length"] < 1:
             raise RopeExtendError(f"target_length is {data['target_length']}")
         try:
@@ -160,6 +205,14 @@ class Record:
         return cls(**{**data, "encoding": encoding, "shape": shape})
 
 
+def _is_newer(writer: Any) -> bool:
+    """Whether a version of rope_extend is newer than this one."""
+    try:
+        return Version(writer) > Version(checkpoint_versions()["rope_extend"])
+    except (InvalidVersion, TypeError):
+        return False
+
+
 def write_record(directory: str | PathLike[str], record: Record) -> Path:
     """Write `rope_extend.json` into a directory, whole or not at all; returns its path."""
     path = Path(directory) / RECORD_NAME
@@ -168,7 +221,7 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
     return path
 
 
-def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
+def write_record_with_digests(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding, with which a changed record does not agree. Call
@@ -178,7 +231,7 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     config. Otherwise it only replaces a local path outside the working directory.
     """
     config = directory / ADAPTER_CONFIG
-    if config.exists():
+    if is_adapter(directory):
         data = read_json(config)
         note = "trained with this position encoding, which peft does not apply: use rope_extend.load"
         mark = {**record.schedule, "note": note}
@@ -197,11 +250,11 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
 def check_agreement(directory: Path, record: Record) -> None:
     """Refuse a record that disagrees with the config next to it about the encoding."""
     path = directory / ADAPTER_CONFIG
-    if path.exists():
+    if is_adapter(directory):
         mapping = read_json(path).get("auto_mapping")
         note = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
     else:
-        path = directory / "config.json"
+        path = directory / CONFIG
         note = plain_config(read_json(path)).get(CONFIG_RECORD)
     if note is None:
         return
@@ -232,12 +285,14 @@ def read_record(directory: str | PathLike[str]) -> Record:
         advice = how_to_restore(path.parent) or (
             "peft wrote this adapter; if you know how its model was extended, extend it so again, and call "
             "rope_extend.record_encoding(directory, model)"
-            if (path.parent / "adapter_config.json").exists()
+            if is_adapter(path.parent)
             else "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
             "Python, with rope_extend.extend and rope_extend.save"
         )
         raise RopeExtendError(f"no {RECORD_NAME} in {directory}: {advice}")
     data = read_json(locate(path.parent, RECORD_NAME))
+    if data.get("base_revision") is None and is_adapter(path.parent):
+        data["base_revision"] = read_json(locate(path.parent, ADAPTER_CONFIG)).get("revision")
     try:
         return Record.from_dict(data)
     except RopeExtendError as error:

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME, check_directory, read_json
+from rope_extend.checkpoint.manifest import check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
-from rope_extend.checkpoint.peft_models import changes_base, is_peft_model
+from rope_extend.checkpoint.peft_models import changes_base, held_weights, is_peft_model
 from rope_extend.checkpoint.peft_models import check_base as check_base_model
 from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
-from rope_extend.models.loading import one_error, pretrained
-from rope_extend.models.parameters import is_learned, read_learned
+from rope_extend.journal import differences
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    RECORD_NAME,
+    is_adapter,
+    is_model,
+    is_recorded,
+)
+from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
+from rope_extend.models.locating import ACCESS
+from rope_extend.models.parameters import LEARNED_FILE, is_learned, learned_parameters, read_learned
 from rope_extend.models.view import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 
@@ -34,6 +47,7 @@ def load(
     directory: str | PathLike[str],
     *,
     base_model: str | None = None,
+    base_revision: str | None = None,
     check_files: bool = True,
     check_base: bool = True,
     **from_pretrained_options: Any,
@@ -45,13 +59,15 @@ def load(
     Args:
         directory: an adapter or a full checkpoint, with its record; or the hub id of one.
         base_model: name or path of an adapter's base model; overrides the one in the record.
+        base_revision: branch, tag or commit of the base model on the hub; overrides the one in the record,
+            or in the adapter's config.
         check_files: compare the files with the record's digests, and refuse weights that are not finite. This
             reads the weights once more, about a second per GB. Set it to False after a deliberate change.
         check_base: compare an adapter's base model with the one it was trained on. Set it to False to use
             another one.
         from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
-            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model. Those
-            that select files, such as `subfolder`, are for an adapter's base model.
+            `device_map`. A `revision` applies to a hub id in `directory`, otherwise it is `base_revision`.
+            Those that select files, such as `subfolder`, are for an adapter's base model.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, otherwise the family's own class.
@@ -65,20 +81,22 @@ def load(
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
-    adapter = (directory / ADAPTER_CONFIG).exists()
+    adapter = is_adapter(directory)
     if not adapter:
         refuse_other_files(from_pretrained_options)
     record = checked_record(directory, check_files)
     if not adapter:
-        model = load_model(str(directory), refuse_unexpected=True, **from_pretrained_options)
+        auto = auto_class(pretrained(AutoConfig, str(directory)))
+        model = load_model(str(directory), auto=auto, refuse_unexpected=True, **from_pretrained_options)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)
         return model
-    base_model = expand_home(base_model) if base_model else record.base_model
-    if base_model is None:
-        raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
+    given = base_revision or from_pretrained_options.pop("revision", None)
+    base_model, revision = record.base(directory, base_model, given)
+    if revision is not None:
+        from_pretrained_options["revision"] = revision
     hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
-    base = load_model(base_model, hint, **from_pretrained_options)
+    base = load_base(base_model, directory, hint, **from_pretrained_options)
     return attach(base, directory, record, check_base=check_base)
 
 
@@ -111,6 +129,43 @@ def load_adapter(
     return attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
 
+def check_loaded_by_peft(
+    model: nn.Module, name: str | PathLike[str], options: dict[str, Any], *, in_place: bool
+) -> None:
+    """Refuse an adapter of another encoding than the model's, which peft would load without its own.
+
+    Args:
+        model: the model whose `load_adapter` was called.
+        name: directory or hub id of the adapter.
+        options: what else `load_adapter` was given, such as `subfolder`.
+        in_place: the adapter replaces one of the model's. Then what its encoding has learned does too.
+    """
+    patch = current_patch(model)
+    if patch is None:
+        return
+    try:
+        directory = local_directory(name, **hub_options(options)) / (options.get("subfolder") or "")
+    except RopeExtendError:
+        return  # peft says what is missing
+    if not is_recorded(directory):
+        return
+    record, values = read_record(directory), read_learned(directory)
+    here = replace(record, encoding=patch.encoding, shape=patch.shape, target_length=patch.target_length)
+    differ = differences(record.schedule, here.schedule)
+    if in_place and not differ:
+        patch.learn(values, str(directory / LEARNED_FILE))
+    elif not differ and any(
+        name not in values or not (weight.is_meta or torch.equal(values[name].to(weight), weight))
+        for name, weight in learned_parameters(model).items()
+    ):
+        differ = "learned parameters"
+    if differ:
+        raise RopeExtendError(
+            f"{directory} was trained with {record.encoding}, this model uses {patch.encoding}: "
+            f"they differ in {differ}. A model has one encoding, so use rope_extend.load for this adapter"
+        )
+
+
 def _refuse_options(options: dict[str, Any]) -> None:
     """Refuse options that make stock loaders run code, or return something else than a model."""
     if options.pop("trust_remote_code", None):
@@ -131,27 +186,79 @@ def checked_record(directory: Path, check_files: bool) -> Record:
     check_directory(directory, record.weights, record.configs, contents=check_files)
     if check_files:
         check_agreement(directory, record)
-        if (config := directory / "config.json").exists():
-            _check_family(plain_config(read_json(config)).get("model_type"), record)
+        if is_model(directory):
+            _check_family(plain_config(read_json(directory / CONFIG)).get("model_type"), record)
     return record
 
 
-def load_model(name: str, hint: str = "", *, refuse_unexpected: bool = False, **options: Any) -> Any:
+def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any:
+    """The base model of the adapter in a directory, with the head and the vocabulary that it had there.
+
+    Args:
+        name: name or path of the base model.
+        directory: the adapter.
+        hint: as for `load_model`.
+        options: as `from_pretrained` takes them; `num_labels` is that of the adapter's head by default.
+    """
+    config, held = read_json(directory / ADAPTER_CONFIG), held_weights(directory)
+    task, mapping = str(config.get("task_type")), config.get("auto_mapping")
+    auto = HEADS.get(task, AutoModelForCausalLM)
+    if isinstance(mapping, dict) and isinstance(kind := mapping.get("base_model_class"), str):
+        access = {key: options[key] for key in ACCESS if key in options}
+        auto = auto_class(pretrained(AutoConfig, name, hint, **access), kind)
+    for weight, shape in held.items():
+        if shape and re.search(r"(^|\.)(score|classifier)\.weight$", weight) and auto in HEADS.values():
+            options.setdefault("num_labels", shape[0])
+    model = load_model(name, hint, auto=auto, held=held.keys(), **options)
+    fit_vocabulary(model, directory)
+    return model
+
+
+def fit_vocabulary(model: Any, adapter: Path, *, resize: bool = True) -> None:
+    """Give a base model as many embeddings as an adapter replaces: tokens were added to it before.
+
+    Raises:
+        RopeExtendError: `resize` is false and the sizes differ, or the adapter lacks one of both matrices.
+    """
+    held, layers = held_weights(adapter), [model.get_input_embeddings(), model.get_output_embeddings()]
+    matrices = [layer.weight for layer in layers if layer is not None]
+    names = [n for n, weight in model.named_parameters() if any(weight is matrix for matrix in matrices)]
+    rows, found = len(matrices[0]), {held.get(name, ())[:1] for name in names} - {()}
+    if found <= {(rows,)}:
+        return
+    (wanted,) = max(found)
+    if len(found) > 1 or not all(name in held for name in names):
+        raise RopeExtendError(
+            f"the adapter in {adapter} has {wanted:,} embeddings in one of the base model's two matrices of "
+            f"{rows:,} only; save it again with both in modules_to_save"
+        )
+    if not resize:
+        raise RopeExtendError(
+            f"the adapter in {adapter} has {wanted:,} embeddings, and the base model has {rows:,}; call "
+            f"model.resize_token_embeddings({wanted}) first, or use rope_extend.load, which resizes it"
+        )
+    with one_error(f"the base model cannot have the {wanted:,} embeddings of the adapter in {adapter}"):
+        model.resize_token_embeddings(wanted, mean_resizing=False)
+
+
+def load_model(
+    name: str, hint: str = "", *, auto: Any = AutoModelForCausalLM, held: Collection[str] = (),
+    refuse_unexpected: bool = False, **options: Any,
+) -> Any:  # fmt: skip
     """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
 
     Stock `from_pretrained` only warns when it initialises weights that the files do not have. `hint` is added
-    to the error if there is no such model; `refuse_unexpected` refuses weights that the model does not have.
+    to the error if there is no such model; `held` are weights that an adapter brings; `refuse_unexpected`
+    refuses weights that the model does not have.
     """
-    from transformers import AutoModelForCausalLM
-
-    model, loaded = pretrained(
-        AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **options
-    )
+    model, loaded = pretrained(auto, name, hint, use_safetensors=True, output_loading_info=True, **options)
     unexpected = ("unexpected_keys",) if refuse_unexpected else ()
     for kind in ("missing_keys", "mismatched_keys", *unexpected):
         # Stock `save_pretrained` writes the learned parameters of an encoding with the weights; they are
         # read separately.
-        keys = sorted(key for key in map(str, loaded.get(kind) or ()) if not is_learned(key))
+        keys = sorted(
+            key for key in map(str, loaded.get(kind) or ()) if not is_learned(key) and key not in held
+        )
         if keys:
             raise RopeExtendError(
                 f"the weights of {name!r} do not fit its config; {kind.replace('_', ' ')}: "
@@ -180,6 +287,7 @@ def attach(
     with one_error(f"cannot read {directory / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(directory))
     changed_by = changes_base(config)
+    fit_vocabulary(unwrap(model), directory, resize=False)
     # The encoding comes first: a model with the adapter's weights but without the encoding would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = apply_record(model, record, directory)
@@ -217,7 +325,9 @@ def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
     with warnings.catch_warnings():  # peft renames some, and tells only when it loads them
         warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
         keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
-    if unused := sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken):
+    # Of resized embeddings, peft also saves a copy under the name of the module around it.
+    names = {re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys}
+    if unused := sorted(name for name in names - taken if name.replace(".modules_to_save", "") not in taken):
         raise ValueError(
             f"its weight {unused[0]!r} and {len(unused) - 1} more have no place in the model. Check the "
             "base model, and the version of peft"

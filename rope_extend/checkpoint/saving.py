@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 
 from rope_extend.checkpoint.manifest import check_finite, read_json
 from rope_extend.checkpoint.model_type import guarded_config
-from rope_extend.checkpoint.peft_models import is_peft_model
+from rope_extend.checkpoint.peft_models import fingerprint_without_held, is_peft_model
 from rope_extend.checkpoint.publishing import warn_of_local_paths
-from rope_extend.checkpoint.record import Record, seal
+from rope_extend.checkpoint.record import Record, write_record_with_digests
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
@@ -81,7 +82,7 @@ def save(
             write_model(unwrap(model), staging, max_shard_size)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staging, record.target_length)
-        finish(staging, model, record, guard=guard, renamed=bool(base_model))
+        complete_checkpoint(staging, model, record, guard=guard, renamed=bool(base_model))
         check_finite(staging)
     if adapter:
         warn_of_local_paths(target)
@@ -108,7 +109,7 @@ def record_encoding(
     """
     record = Record.of(model, base_model)
     for written in written_directories(Path(expand_home(directory)), model):
-        record = finish(written, model, record, guard=guard, renamed=bool(base_model))
+        record = complete_checkpoint(written, model, record, guard=guard, renamed=bool(base_model))
         if is_peft_model(model):
             warn_of_local_paths(written)
     return record
@@ -124,7 +125,7 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
         if current_patch(model) is not None and given.get("is_main_process", True):
             names = given.get("selected_adapters")
             for directory in written_directories(Path(save_directory), model, names):
-                finish(directory, model, Record.of(model, base_model), renamed=bool(base_model))
+                complete_checkpoint(directory, model, Record.of(model, base_model), renamed=bool(base_model))
         return result
 
     return save_pretrained
@@ -144,18 +145,21 @@ def written_directories(directory: Path, model: Any, adapters: Sequence[str] | N
     return [directory if name == "default" else directory / name for name in names]
 
 
-def finish(
+def complete_checkpoint(
     directory: Path, model: nn.Module, record: Record, *, guard: bool = True, renamed: bool = False
 ) -> Record:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-    `guard` is that of `save`, `renamed` that of `seal`.
+    `guard` is that of `save`, `renamed` that of `write_record_with_digests`.
     """
     config = directory / "config.json"
     if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
         write_json(config, guarded_config(read_json(config)), sort_keys=True)
     write_learned(directory, model)
-    return seal(directory, record, renamed=renamed)
+    if record.base_fingerprint is not None:
+        fingerprint = fingerprint_without_held(model, record.base_fingerprint, directory)
+        record = replace(record, base_fingerprint=fingerprint)
+    return write_record_with_digests(directory, record, renamed=renamed)
 
 
 def write_model(base: Any, directory: Path, max_shard_size: int | str | None = None) -> None:

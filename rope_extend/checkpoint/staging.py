@@ -14,23 +14,11 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
-from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, flush
 from rope_extend.journal import only_writer, writes_to
+from rope_extend.models.checkpoint_directory import CARD_NAME, CHECKPOINT, RECORD_NAME, TOKENIZER, matches
 
-_CHECKPOINT_FILES = re.compile(
-    r"(config|generation_config|adapter_config|rope_extend)\.json|adapter_model\.(safetensors|bin)"
-    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json"
-)
-"""The files of a checkpoint besides its weight files. `overwrite` replaces these and leaves all others."""
-TOKENIZER_FILES = re.compile(
-    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
-    r"|chat_template\.jinja|(tokenizer|sentencepiece(\.bpe)?|spiece|spm)\.model|merges\.txt|vocab\.txt"
-)
-"""The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
-
-CARD_NAME = "README.md"
 _MARK = re.compile(r"\n<!-- written by rope_extend, ([0-9a-f]{64}) -->\n\Z")
 """The mark in a model card by which we recognise one that we wrote and nobody has edited."""
 
@@ -120,7 +108,7 @@ def how_to_restore(directory: Path) -> str:
 def checkpoint_files(directory: Path) -> list[str]:
     """The names of the files of a checkpoint in a directory, if there are any."""
     names = _files(directory) if directory.exists() else []
-    return [name for name in names if _CHECKPOINT_FILES.fullmatch(name) or is_weight_file(name)]
+    return [name for name in names if matches(name, CHECKPOINT)]
 
 
 def _files(directory: Path) -> list[str]:
@@ -155,8 +143,8 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
                 f"cannot save to {target}: {name} in it is a directory; move it away, or choose another"
             )
     old = {name for name in (*checkpoint_files(target), *new) if os.path.lexists(target / name)}
-    if any(map(TOKENIZER_FILES.fullmatch, new)):
-        old |= {name for name in _files(target) if TOKENIZER_FILES.fullmatch(name)}
+    if any(matches(name, TOKENIZER) for name in new):
+        old |= {name for name in _files(target) if matches(name, TOKENIZER)}
     if old and not overwrite:
         raise _in_use(target, min(old))
     if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint import stock_reader
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.loading import pretrained
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
@@ -111,6 +111,11 @@ def verify(
     if not tolerance > 0 or (length is not None and length < 1):
         raise RopeExtendError(f"verify: tolerance must be above 0, and length; got {tolerance} and {length}")
     model = _reference(directory if reference is None else reference, base_model)
+    if unwrap(model).get_output_embeddings() is None:
+        raise RopeExtendError(
+            f"verify compares the logits of language models, and {directory} holds a "
+            f"{type(unwrap(model)).__name__}; compare its outputs with those before it was saved"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     inputs = pieces(record.shape.trained_length, length or record.target_length, vocabulary)
     expected = logits(model, inputs)
@@ -123,7 +128,7 @@ def verify(
         "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
         "libraries do once it is merged"
     )
-    if not (directory / ADAPTER_CONFIG).exists():
+    if not is_adapter(directory):
         stock = compared(_stock_logits(directory, inputs), "stock transformers")
         # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
         if stock.verdict == EQUAL or (

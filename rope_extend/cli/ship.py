@@ -32,6 +32,8 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     add("adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json")
     add_output(parser, "DIR", "directory of the merged checkpoint", required=True)
     add_base_model(parser)
+    text = "branch, tag or commit of the base model (default: the one in rope_extend.json)"
+    add("--base-revision", metavar="REVISION", help=text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
     text = "maximum size of one weight file (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
@@ -53,7 +55,8 @@ def merge(arguments: argparse.Namespace) -> None:
     from rope_extend.checkpoint.merging import merge as run
 
     path = run(
-        arguments.adapter, arguments.output, base_model=arguments.base_model, overwrite=arguments.overwrite,
+        arguments.adapter, arguments.output, base_model=arguments.base_model,
+        base_revision=arguments.base_revision, overwrite=arguments.overwrite,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
         guard=not arguments.no_guard,
@@ -139,7 +142,7 @@ def card(arguments: argparse.Namespace) -> None:
     A README.md that somebody else wrote or edited is not replaced.
     """
     from rope_extend.checkpoint.card import write_card
-    from rope_extend.checkpoint.staging import CARD_NAME
+    from rope_extend.models.checkpoint_directory import CARD_NAME
 
     results: dict[str, Any] = {}
     if arguments.results is not None:
@@ -201,7 +204,7 @@ def export(arguments: argparse.Namespace) -> None:
     if not arguments.support:
         if arguments.output is None:
             raise RopeExtendError("export needs --output, or --support")
-        from rope_extend.checkpoint.export.write import export as run
+        from rope_extend.checkpoint.exporting import export as run
 
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,

@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from rope_extend.attention.registry import without_cudnn
-from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import RECORD_NAME
-from rope_extend.checkpoint.record import read_record
+from rope_extend.checkpoint.hub import check_named, local_directory
+from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.candidates import Candidates
@@ -33,6 +32,7 @@ from rope_extend.evaluation.loss_computer import LossComputer, evaluation_mode, 
 from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, prompts_fingerprint, uses_chat
 from rope_extend.loss import output_head
 from rope_extend.memory.budget import is_out_of_memory
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error
 from rope_extend.models.view import CACHE, unwrap
@@ -339,7 +339,7 @@ class Subjects:
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
         directory = Path(name)
-        if not (directory / "adapter_config.json").exists():
+        if not is_adapter(directory):
             if base_model is not None:
                 raise RopeExtendError(
                     f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
@@ -354,12 +354,12 @@ class Subjects:
             raise RopeExtendError(
                 f"{name} holds an adapter, whose record says its windows; leave {given} out"
             )
-        record = read_record(local_directory(name))
-        base = base_model or record.base_model
-        if base is None:
-            raise RopeExtendError(
-                f"the record {directory / RECORD_NAME} names no base model; give base_model="
-            )
+        record = checked_record(directory, check_files=True)
+        base, revision = record.base(directory, base_model)
+        if revision is not None:
+            base = str(local_directory(base, "base model", "base_model=", revision=revision))
+        else:
+            check_named(base, "base model", "base_model=")
         config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)
         tokenizer = name if (directory / "tokenizer_config.json").exists() else base
         return cls(Candidates.of(config, load_options), record.target_length, tokenizer)
@@ -376,6 +376,7 @@ class Subjects:
         if not self.is_extended:
             yield f"{candidates.name}, window {window}", model
             return
+        candidates.check_adapters(model, candidates.records)  # before the first answer
         if before:
             yield f"before: {candidates.name}, trained on {format_length(candidates.trained_length)}", model
         adapter, method = next(iter(candidates.records), None), [*candidates.encodings][-1]

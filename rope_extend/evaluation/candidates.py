@@ -22,6 +22,7 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.labels import method_labels
 from rope_extend.memory.meta_device import quiet_patching
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, is_adapter
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.view import length_groups, unwrap
 from rope_extend.patching import current_patch, patch_model
@@ -193,9 +194,9 @@ def cast_adapter(model: Any) -> Any:
 
 def _check_removable(adapter: Path) -> None:
     """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them."""
-    if not (adapter / "adapter_config.json").exists():
+    if not is_adapter(adapter):
         return  # loading says what is missing
-    config = read_json(adapter / "adapter_config.json")
+    config = read_json(adapter / ADAPTER_CONFIG)
     bias = config.get("bias", "none")
     reason = changes_base(SimpleNamespace(**config)) or (None if bias == "none" else f'bias="{bias}"')
     if reason is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.checkpoint_directory import is_adapter, is_model
 from rope_extend.models.gguf_metadata import ADVICE, gguf_metadata, lists_skipped, state
 from rope_extend.models.gguf_scaling import DEFAULT_BASE, rope_scaling
 from rope_extend.models.locating import GGUF
@@ -40,9 +41,7 @@ def gguf_file(name: str | Path) -> Path | None:
     if path.suffix.lower() == GGUF and os.path.isfile(path):
         return path
     # Unlike methods of Path, os.path takes names that are too long for a file or hold NUL, as records may.
-    if not os.path.isdir(path) or any(
-        (path / file).exists() for file in ("config.json", "adapter_config.json")
-    ):
+    if not os.path.isdir(path) or is_model(path) or is_adapter(path):
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == GGUF)
     if len(files) > 1:
@@ -118,7 +117,7 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
     """
     if kwargs.pop("quantization_config", None) is not None:
         raise RopeExtendError(no_second_quantization(path))
-    if (path.parent / "adapter_config.json").exists():
+    if is_adapter(path.parent):
         raise RopeExtendError(
             f"an adapter lies next to {path.name}, in {path.parent}, and transformers would load both as one "
             "model; move one of them to another directory"

@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
 )
@@ -27,6 +32,23 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
+
+HEADS = {
+    "SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification,
+    "QUESTION_ANS": AutoModelForQuestionAnswering, "FEATURE_EXTRACTION": AutoModel,
+}  # fmt: skip
+"""The auto classes of models that are no language models, by peft's name of the task."""
+RESTORE = "restore the file, or save the model again"
+
+
+def auto_class(config: Any, architecture: str | None = None) -> Any:
+    """The auto class for models of a class: `architecture`, or the one that a config was saved with."""
+    saved = config.architectures if isinstance(config.architectures, list) else []
+    name = architecture or next(iter(saved), None)
+    for auto in HEADS.values():
+        if getattr(auto._model_mapping.get(type(config), None), "__name__", None) == name:
+            return auto
+    return AutoModelForCausalLM
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
@@ -54,7 +76,13 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         if (path := gguf_file(name)) is not None:
             with one_error(f"cannot load the {what} of {name!r}", ADVICE):
                 return _from_gguf(auto, path, **kwargs)
-        return auto.from_pretrained(name, **kwargs)
+        try:
+            return auto.from_pretrained(name, **kwargs)
+        except SafetensorError:
+            for file in sorted(Path(name).glob("*.safetensors")):
+                with open_weights(file):
+                    pass
+            raise
 
 
 def _check_directory(auto: Any, name: str) -> None:
@@ -100,6 +128,19 @@ def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:
     if auto is GenerationConfig:
         return GenerationConfig.from_model_config(gguf_config(path))
     return gguf_model(path, **kwargs)
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except OSError:
+        raise
+    except Exception as error:
+        raise RopeExtendError(f"{path} is truncated or damaged ({error}); {RESTORE}") from error
+    with file:
+        yield file
 
 
 @contextmanager

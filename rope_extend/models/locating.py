@@ -14,7 +14,7 @@ GGUF = ".gguf"
 """The suffix of a model in one file of llama.cpp's."""
 TIMEOUT = 10.0
 """Seconds to wait for the hub's answer; there is no second attempt."""
-ACCESS = ("token", "cache_dir", "local_files_only")
+ACCESS = ("revision", "token", "cache_dir", "local_files_only")
 """The options of `from_pretrained` that also apply to the question whether there is such a checkpoint."""
 
 
@@ -38,6 +38,7 @@ def is_path(name: str) -> bool:
 def check_checkpoint(
     name: str,
     *,
+    revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
@@ -45,8 +46,8 @@ def check_checkpoint(
     """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
 
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
-    minute if there is no network, and then speak of the network where a path was mistyped. `token`,
-    `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
+    minute if there is no network, and then speak of the network where a path was mistyped. `revision`,
+    `token`, `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
 
     Raises:
         RopeExtendError: the name leads to no checkpoint.
@@ -64,12 +65,12 @@ def check_checkpoint(
     )
 
     files = ("config.json", "adapter_config.json")
-    cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files)
+    cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision) for file in files)
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
         if local_files_only or any(isinstance(path, str) for path in cached):
             return
-        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT, token=token)
+        get_hf_file_metadata(hf_hub_url(name, files[0], revision=revision), timeout=TIMEOUT, token=token)
     except EntryNotFoundError:
         return
     except GatedRepoError as error:

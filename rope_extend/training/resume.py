@@ -44,7 +44,7 @@ from rope_extend.training.sharding import Sharding, fill, spread_state, whole
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors")
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({

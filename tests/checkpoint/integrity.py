@@ -19,9 +19,9 @@ from peft import LoraConfig, get_peft_model
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 IDS = torch.arange(TARGET).remainder(61)[None]
 RECORD, WEIGHTS, INDEX = RECORD_NAME, "model.safetensors", "model.safetensors.index.json"
@@ -49,13 +49,6 @@ def extended(method: str = "yarn", model: Any = None) -> Any:
 
 def each(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("directory", kinds or KINDS, indirect=True)
-
-
-def each_with(*files: str) -> pytest.MarkDecorator:
-    """Each kind of directory with each of its `files`; `weights` stands for one of its weight files."""
-    there = {"full": {"config.json"}, "sharded": {"config.json", INDEX}, "adapter": {"adapter_config.json"}}
-    pairs = [(k, f) for k in KINDS for f in files if f in ("weights", RECORD, *there[k])]
-    return pytest.mark.parametrize(("directory", "name"), pairs, indirect=["directory"])
 
 
 def named(directory: Path, name: str) -> Path:

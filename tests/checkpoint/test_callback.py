@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.models.parameters import learned_parameters
 
 IDS = torch.arange(80).remainder(61)[None]

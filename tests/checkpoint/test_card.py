@@ -21,10 +21,10 @@ import rope_extend as rx
 from rope_extend.checkpoint import card as card_module
 from rope_extend.checkpoint.card import add_card, model_card, write_card
 from rope_extend.checkpoint.record import read_record, write_record
-from rope_extend.checkpoint.staging import CARD_NAME
 from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.models.checkpoint_directory import CARD_NAME
 
 METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 8.0},

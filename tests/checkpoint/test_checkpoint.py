@@ -7,19 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from cases import TRAINED, llama
+import transformers
+from cases import TARGET, TRAINED, llama
 from hypothesis import given
 from hypothesis import strategies as st
-from integrity import extended, logits, with_lora
+from integrity import IDS, extended, logits, with_lora
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from rope_extend import RopeExtendError, RopeShape, current_patch, encoding, patch_model
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend import RopeExtendError, RopeShape, current_patch, encoding, extend, patch_model
+from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.restoring import load, load_adapter
 from rope_extend.checkpoint.saving import save
+from rope_extend.checkpoint.verifying import verify
+from rope_extend.models.checkpoint_directory import RECORD_NAME
+from rope_extend.models.parameters import learned_parameters
 
 
 @pytest.fixture
@@ -60,6 +67,50 @@ def test_a_base_that_moved_is_named(directory: Path, checkpoints: Path) -> None:
     write_record(directory, replace(read_record(directory), base_model=None))
     with pytest.raises(RopeExtendError, match="names no base model; give base_model="):
         load(directory)
+
+
+HEADS = {
+    "SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering", "FEATURE_EXTRACTION": "ForFeatureExtraction", None: "",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def outputs(model: Any) -> torch.Tensor:
+    return model.eval()(IDS)[0]
+
+
+@pytest.mark.parametrize("task", HEADS)
+def test_models_for_rewards_and_embeddings_are_saved_and_loaded(
+    base: Path, tmp_path: Path, task: str | None
+) -> None:
+    options = {"num_labels": 3} if task in ("SEQ_CLS", "TOKEN_CLS") else {}
+    peft_auto = getattr(peft, f"AutoPeftModel{HEADS[task]}")
+    auto = getattr(transformers, f"AutoModel{HEADS[task].replace('ForFeatureExtraction', '')}")
+    if task == "QUESTION_ANS":  # stock transformers puts this head on no language model
+        auto.from_pretrained(base).save_pretrained(tmp_path / "base")
+        base = tmp_path / "base"
+    for method in ("yarn", "dynamic_yarn"):  # the second is plugin-only
+        full = extended(method, auto.from_pretrained(base, **options))
+        again = load(save(full, tmp_path / method))
+        assert type(again) is type(full)
+        assert torch.equal(outputs(again), outputs(full))
+    config = LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(extended(model=auto.from_pretrained(base, **options)), config)
+    expected, adapter = outputs(adapted), save(adapted, tmp_path / "adapter")
+    stock = peft_auto.from_pretrained(adapter, **options)
+    extended(model=stock)
+    assert torch.equal(outputs(stock), expected)
+    assert torch.equal(outputs(load(adapter)), expected)
+    assert torch.equal(outputs(load_adapter(auto.from_pretrained(base, **options), adapter)), expected)
+    merged = merge(adapter, tmp_path / "merged")
+    assert_same_but_rounding(outputs(load(merged)), expected)
+    assert_same_but_rounding(outputs(auto.from_pretrained(merged)), expected)
+    with pytest.raises(RopeExtendError, match="verify compares the logits of language models"):
+        verify(merged)
+    write_record(adapter, replace(read_record(adapter), base_fingerprint="0" * 64))
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        load_adapter(auto.from_pretrained(base, **options), adapter)
 
 
 def test_an_adapter_of_another_name_is_saved_at_the_top(base: Path, tmp_path: Path) -> None:
@@ -141,6 +192,47 @@ def test_another_encoding_or_adapter_on_the_model_is_refused(checkpoints: Path) 
         load_adapter(load(checkpoints / "adapter"), checkpoints / "adapter")
 
 
+@pytest.mark.parametrize("way", ["peft", "transformers", "from_pretrained"])
+def test_an_adapter_of_another_encoding_is_not_put_on_by_other_libraries_either(
+    checkpoints: Path, tmp_path: Path, way: str
+) -> None:
+    """They know no record, so the adapter would silently run under the encoding of the model."""
+
+    def made(name: str, method: str, target: int = TARGET) -> Path:
+        model = pretrained(checkpoints / "base")
+        extend(model, target, method)
+        for parameter in learned_parameters(model).values():
+            parameter.data.add_(len(name))
+        return save(with_lora(model), tmp_path / name)
+
+    def put_on(model: Any, directory: Path) -> Any:
+        if way == "peft":
+            adapted = with_lora(model, "first")
+            adapted.load_adapter(directory, adapter_name="second")
+            adapted.set_adapter("second")
+            return adapted
+        if way == "from_pretrained":
+            return PeftModel.from_pretrained(model, directory)
+        model.load_adapter(str(directory), adapter_name="second")
+        return model
+
+    short, longer = made("short", "yarn"), made("longer", "yarn", 2 * TARGET)
+    model = load(short).unload()
+    with pytest.raises(RopeExtendError, match=r"factor=16\).*target_length \(512 there, 256 here\)"):
+        put_on(model, longer)
+    assert torch.equal(logits(put_on(load(short).unload(), short)), logits(load(short)))
+    learns, other = made("learns", "fire"), made("otherwise", "fire")
+    assert torch.equal(logits(put_on(load(learns).unload(), learns)), logits(load(learns)))
+    if way == "from_pretrained":
+        assert torch.equal(logits(put_on(load(learns).unload(), other)), logits(load(other)))
+    else:
+        with pytest.raises(RopeExtendError, match="they differ in learned parameters"):
+            put_on(load(learns).unload(), other)
+    model = load(short).unload()
+    current_patch(model).remove()
+    put_on(model, longer)  # without an encoding of its own, a model takes what stock peft does
+
+
 RECORD = Record(encoding("yarn", factor=4.0), RopeShape(16, 10_000.0, 4096), 16_384, "llama", "some/model")
 
 
@@ -164,6 +256,10 @@ def test_a_record_survives_json(
     ("changes", "message"),
     [
         ({"extra": 1}, r"unknown keys: \['extra'\]"),
+        ({"extra": 1, "versions": {"rope_extend": "newest"}}, r"unknown keys: \['extra'\]"),
+        ({"extra": 1, "versions": 99}, r"unknown keys: \['extra'\]"),
+        ({"base_revision": 3}, "base_revision is 3"),
+        ({"base_revision": "../../elsewhere"}, "base_revision is '../../elsewhere'"),
         ({"target_length": "16k"}, "target_length is '16k'"),
         ({"target_length": 0}, "target_length is 0"),
         ({"target_length": True}, "target_length is True"),

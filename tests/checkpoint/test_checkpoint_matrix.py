@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.export.support import support
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
 from rope_extend.models.view import shape_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,23 @@ import torch
 from cases import TARGET, llama
 from integrity import (
     INDEX,
-    RECORD,
     WEIGHTS,
     each,
-    each_with,
     in_hub_cache,
     logits,
-    named,
     refused,
     rewritten,
     unsealed,
     watching,
     weights_of,
 )
+from test_hostile_files import linked_outside
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 
 ESCAPES = [
     "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",
@@ -64,52 +61,12 @@ def test_an_index_that_leads_elsewhere_is_refused(directory: Path, name: Any) ->
     assert not [path for path in opened if "secret" in path]
 
 
-@each("full", "adapter")
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a\0b", "\ud800"], ids=repr)
-@pytest.mark.parametrize("key", ["weights", "configs"])
-def test_a_record_that_leads_elsewhere_is_refused(directory: Path, name: str, key: str) -> None:
-    (directory.parent / "secret.safetensors").write_bytes(b"secret")
-    rewritten(directory / RECORD, lambda data: data[key].update({name: "0" * 64}))
-    refused(directory, "is missing, according to the digests in")
-
-
-def moved_outside(path: Path) -> None:
-    """Move a file out of its directory and leave a link to it."""
-    outside = path.parent.parent / "outside"
-    outside.mkdir()
-    path.rename(outside / path.name)
-    path.symlink_to(outside / path.name)
-
-
-@each_with("weights", "config.json", "adapter_config.json", RECORD, INDEX)
-def test_a_link_that_leads_elsewhere_is_refused(directory: Path, name: str) -> None:
-    moved_outside(named(directory, name))
-    refused(directory, "outside the checkpoint, and is not read")
-
-
 @each("full")
 def test_a_link_that_leads_elsewhere_is_not_exported(directory: Path) -> None:
     """An export may be published, so it must not contain other files."""
     (directory / "notes.txt").write_text("secret")
-    moved_outside(directory / "notes.txt")
+    linked_outside("notes.txt", directory)
     refused(directory, "outside the checkpoint, and is not read", by="export")
-
-
-@each_with("weights", RECORD, "config.json", "adapter_config.json", INDEX)
-@pytest.mark.parametrize("kind", ["circle", "dangling", "directory", "pipe"])
-def test_what_is_no_file_is_refused(directory: Path, kind: str, name: str) -> None:
-    path = named(directory, name)
-    path.unlink()
-    if kind == "circle":
-        path.symlink_to(path.with_name("other"))
-        path.with_name("other").symlink_to(path)
-    elif kind == "dangling":
-        path.symlink_to("nowhere")
-    elif kind == "directory":
-        path.mkdir()
-    else:
-        os.mkfifo(path)  # reading it would block
-    refused(directory, f"{path.name}.* (is missing or cannot be|is not a regular)|no {RECORD} in|cannot read")
 
 
 @each()

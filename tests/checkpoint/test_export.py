@@ -21,12 +21,12 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
 from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, PLUGIN, support
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checkpoint.export.write import _stock_computes, _stock_pairs, _with_form, export
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.exporting import _stock_computes, _stock_pairs, _with_form, export
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.saving import save
 from rope_extend.cli.main import main
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.models.view import rotary_part, shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
@@ -251,8 +251,8 @@ def test_an_export_that_reads_otherwise_does_not_appear(
 ) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-    monkeypatch.setattr("rope_extend.checkpoint.export.write._stock_computes", lambda *_, **__: True)
-    monkeypatch.setattr("rope_extend.checkpoint.export.write.plain_config", lambda data: {**data, **plain})
+    monkeypatch.setattr("rope_extend.checkpoint.exporting._stock_computes", lambda *_, **__: True)
+    monkeypatch.setattr("rope_extend.checkpoint.exporting.plain_config", lambda data: {**data, **plain})
     with pytest.raises(RopeExtendError, match="computes other logits than the original"):
         export(directory, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 
 
 def writes(kind: str, checkpoints: Path) -> Callable[[Path], Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import few
+from covering import OPTIONS, few
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from integrity import with_lora
@@ -25,9 +25,9 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint import verifying
 from rope_extend.checkpoint.card import model_card
-from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,10 +40,10 @@ FILES = {
     "adapter": ("adapter_config.json", RECORD_NAME, "adapter_model.safetensors", "../base/config.json"),
 }
 CASES = [(kind, name) for kind, names in FILES.items() for name in names]
-QUICK = settings(
-    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-)
-LONG = settings(QUICK, max_examples=800, derandomize=False)
+SETTINGS = settings(
+    max_examples=800 if OPTIONS.full else 20, deadline=None, suppress_health_check=list(HealthCheck),
+    derandomize=not OPTIONS.full, database=None,
+)  # fmt: skip
 
 
 def small() -> Any:
@@ -232,19 +232,9 @@ def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), few(CASES, 2))
-@QUICK
+@SETTINGS
 @given(data=st.data())
 def test_readers_know_damage_when_they_see_it(
-    made: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
-) -> None:
-    run(made, expected, kind, name, data)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "name"), CASES)
-@LONG
-@given(data=st.data())
-def test_readers_know_much_more_of_it(
     made: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
 ) -> None:
     run(made, expected, kind, name, data)

@@ -21,7 +21,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
 from rope_extend.checkpoint.export.gguf import annotate, schedule
 from rope_extend.checkpoint.export.support import support
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.saving import save
 

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import SCHEMA_VERSION
 from rope_extend.checkpoint.saving import save
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, list[float]] = json.loads((GOLDEN / "logits.json").read_text())
@@ -49,6 +49,19 @@ def test_it_reads_as_it_did_when_it_was_written(name: str) -> None:
     # The encoding matters: without it, or with another one, the logits differ.
     plain = last(AutoModelForCausalLM.from_pretrained(GOLDEN / "base"))
     assert (plain - torch.tensor(EXPECTED[name])).abs().max() > 5 * TOLERANCE
+
+
+def test_a_record_of_a_newer_version_is_read_with_a_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stored records also lack a field: the base model's revision was added after them."""
+    directory = Path(shutil.copytree(GOLDEN / name, tmp_path / "golden"))
+    data = json.loads((directory / RECORD_NAME).read_text())
+    assert "base_revision" not in data
+    data |= {"added": {"later": 1}, "versions": {**data["versions"], "rope_extend": "99.0"}}
+    (directory / RECORD_NAME).write_text(json.dumps(data))
+    check(rx.load(directory, **base_of(name)), name)
+    assert "rope_extend 99.0 wrote this record, and its fields ['added'] are ignored" in caplog.text
 
 
 def test_it_is_merged_exported_and_saved_again(name: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.publishing import warn_of_local_paths
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.data.bundled import MODEL_DIR

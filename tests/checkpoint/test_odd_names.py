@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.card import write_card
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 
 ODD = [
     "two words", " leading", "trailing ", "tab\there", "line\nbreak", "über-模型-🪢", "[a-z]*?", "{brace}",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COMMON, llama
-from integrity import extended, logits, refused, with_lora
-from peft import LoraConfig, get_peft_model
+from cases import COMMON, TARGET, llama
+from integrity import IDS, RECORD, extended, logits, refused, rewritten, with_lora
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +19,8 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.evaluation.answering import Subjects
+from rope_extend.models.load_options import LoadOptions
 
 
 def test_a_base_model_that_was_exchanged_under_its_name_is_refused(checkpoints: Path, tmp_path: Path) -> None:
@@ -97,6 +99,56 @@ def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
         rx.load(adapter, dtype=torch.float32)
 
 
+def test_the_pinned_revision_of_a_base_model_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As peft's auto class does. The newest revision has other norms, which no fingerprint tells apart."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--base"
+    (repository / "refs").mkdir(parents=True)
+    for ref, commit, scale in (("v1", "a" * 40, 1.0), ("main", "b" * 40, 1.7)):
+        (repository / "refs" / ref).write_text(commit)
+        model = llama()
+        model.model.norm.weight.data.mul_(scale)
+        model.save_pretrained(repository / "snapshots" / commit)
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained("me/base", revision="v1")))
+    adapted.peft_config["default"].revision = "v1"
+    adapter, expected = rx.save(adapted, tmp_path / "adapter"), logits(adapted)
+    stock = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    assert torch.equal(logits(extended(model=stock)), expected)
+    assert not torch.equal(logits(rx.load(adapter, base_revision="main")), expected)
+    rewritten(adapter / RECORD, lambda data: {**data, "base_model": None})
+    assert not torch.equal(
+        logits(rx.load(adapter, base_model="me/base")), expected
+    )  # of a name, not the model
+    rewritten(adapter / RECORD, lambda data: {**data, "base_model": "me/base"})
+    shutil.rmtree(repository / "snapshots" / ("b" * 40))  # nor is the newest one asked for
+    (repository / "refs" / "main").unlink()
+    for change in ({}, {"base_revision": None}):
+        rewritten(adapter / RECORD, lambda data, change=change: {**data, **change})
+        assert read_record(adapter).base_revision == "v1"
+        assert torch.equal(logits(rx.load(adapter)), expected)
+        merged = rx.merge(adapter, tmp_path / "merged", overwrite=True)
+        assert_same_but_rounding(logits(rx.load(merged)), expected)
+        assert read_record(merged).base_revision == "v1"
+        assert rx.info(adapter).window == TARGET
+        subjects = Subjects.of(str(adapter), LoadOptions())
+        *_, (_, answering) = ((label, logits(model)) for label, model in subjects.answerers())
+        assert torch.equal(answering, expected)
+
+
+def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:
+    """transformers silently fills in 10,000, but this model was pretrained with another base."""
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    llama(**theta).save_pretrained(tmp_path / "base")
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    adapter = rx.save(adapted, tmp_path / "adapter")
+    rx.load(adapter)
+    rewritten(
+        tmp_path / "base" / "config.json", lambda data: data["rope_parameters"].pop("rope_theta") and None
+    )
+    for name in ("load", "merge", "export", "verify"):
+        refused(adapter, r"rope_theta|theta=500000.0.*this one has", by=name)
+
+
 def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.Tensor]:
     """An adapter that also trains some tokens, on a base model that it saves, and its logits."""
     llama(**config).save_pretrained(where / "base")
@@ -127,6 +179,55 @@ def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
     other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
     other.save_pretrained(tmp_path / "base")
     refused(adapter, "has other weights", by="load")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["embed_tokens"], None], ids=str)
+@pytest.mark.parametrize("rows", [64, 50])
+def test_an_adapter_of_resized_embeddings_is_put_on_its_own_base(
+    tmp_path: Path, tied: bool, saved: list[str] | None, rows: int
+) -> None:
+    """New rows are random, and in each process others; peft saves them all, and also loads them exactly."""
+
+    def resized() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        model.resize_token_embeddings(rows)
+        return model
+
+    llama(tie_word_embeddings=tied, vocab_size=61).save_pretrained(tmp_path / "base")
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=saved
+    )
+    adapted = get_peft_model(extended(model=resized()), config).eval()
+    ids = IDS.remainder(50)
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        adapter = rx.save(adapted, tmp_path / "adapter")
+        stock = PeftModel.from_pretrained(extended(model=resized()), adapter)
+        assert torch.equal(stock(ids).logits, expected)
+        assert torch.equal(rx.load(adapter)(ids).logits, expected)
+        assert torch.equal(rx.load_adapter(resized(), adapter).eval()(ids).logits, expected)
+        merged = rx.merge(adapter, tmp_path / "merged")
+        assert_same_but_rounding(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, expected)
+    base = llama(tie_word_embeddings=tied, vocab_size=61)
+    with pytest.raises(RopeExtendError, match=rf"has {rows} embeddings, and .* has 61; call"):
+        rx.load_adapter(base, adapter)
+    base.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
+    base.save_pretrained(tmp_path / "base")
+    refused(adapter, "has other weights", by="load")
+
+
+def test_a_fingerprint_that_also_covers_what_the_adapter_replaces_is_recognised(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """That of earlier versions."""
+    base = AutoModelForCausalLM.from_pretrained(checkpoints / "base")
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapter = rx.save(get_peft_model(extended(model=base), config), tmp_path / "adapter")
+    before = read_record(adapter)
+    assert before.base_fingerprint != base_fingerprint(llama())
+    write_record(adapter, replace(before, base_fingerprint=base_fingerprint(llama())))
+    rx.load(adapter)
 
 
 def test_the_fingerprint_covers_matrices_of_experts() -> None:

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 import huggingface_hub
 import pytest
 import torch
+from integrity import logits
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -35,9 +38,13 @@ class Hub:
         return type("Info", (), {"private": not Hub.public})
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **options: Any
-    ) -> Any:
+        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], delete_patterns: list[str],
+        **options: Any,
+    ) -> Any:  # fmt: skip
         Hub.calls.append((repo_id, options))
+        there = [path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*")]
+        for name in huggingface_hub.utils.filter_repo_objects(there, allow_patterns=delete_patterns):
+            (self.directory / name).unlink()
         files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
         chosen = huggingface_hub.utils.filter_repo_objects(
             [path.relative_to(folder_path).as_posix() for path in files], allow_patterns=allow_patterns
@@ -82,6 +89,38 @@ def test_what_is_uploaded_loads_and_the_users_own_files_stay_here_and_are_named(
     ids = torch.arange(40)[None] % 50
     with torch.no_grad():
         assert torch.equal(rx.load(hub)(ids).logits, rx.load(directory)(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("sharded", "full"), ("adapter", "merged"), ("full", "adapter")]
+)
+def test_what_a_repository_held_of_another_model_is_replaced_and_nothing_else(
+    checkpoints: Path, hub: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Stock loaders would put the former adapter on the merge, and prefer an index of shards to one file."""
+    rx.merge(checkpoints / "adapter", tmp_path / "merged")
+    own = {"results.png", "notes.json", "onnx/model.safetensors", "model-old.safetensors"}
+    (hub / "onnx").mkdir()
+    for name in own:
+        (hub / name).write_text("{}")
+    for name in (first, second):
+        source = Path(
+            shutil.copytree((tmp_path if name == "merged" else checkpoints) / name, tmp_path / "push")
+        )
+        for config in {"adapter_config.json", "rope_extend.json"} & {path.name for path in source.iterdir()}:
+            text = (source / config).read_text()
+            (source / config).write_text(text.replace(str(checkpoints / "base"), "owner/base"))
+        rx.push_to_hub(source, "owner/name")
+        shutil.rmtree(source)
+    there = {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()}
+    pushed = {path.name for path in ((tmp_path if second == "merged" else checkpoints) / second).iterdir()}
+    assert there == pushed | own
+    base = {"base_model": str(checkpoints / "base")} if second == "adapter" else {}
+    (hub / "model-old.safetensors").unlink()
+    expected = logits(rx.load(checkpoints / ("adapter" if second == "merged" else second)))
+    assert_same_but_rounding(logits(rx.load(hub, **base)), expected)
+    if second != "adapter":
+        assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(hub)), expected)
 
 
 @pytest.mark.parametrize("directory", ["adapter"], indirect=True)

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 import rope_extend as rx
+from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
@@ -349,6 +353,11 @@ def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.Captu
         ("{model} --file {out}/text.txt --base-model {model}", "holds no adapter"),
         ("{model} --file {out}/text.txt --no-before", "leave --no-before out"),
         ("{model} --file {out}/text.txt --method yarn", "--target-length"),
+        ("{out}/moved --file {out}/text.txt", "cannot find the base model 'gone/base'"),
+        ("{out}/moved --file {out}/text.txt", "Give --base-model a"),
+        ("{out}/cut --file {out}/text.txt", "adapter_model.safetensors is truncated or damaged"),
+        ("{run} --file {out}/text.txt --new-tokens 4 --base-model {out}/other", "has other weights"),
+        ("{out}/damaged --file {out}/text.txt --new-tokens 4", "model.safetensors is truncated or damaged"),
         ("{model} --file {out}/text.txt --target-length 16", "16, is within the trained window of 32"),
     ],
 )
@@ -358,7 +367,22 @@ def test_mistakes(
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "text.txt").write_text(TEXT)
     names = {"run": run, "model": work / "model", "out": tmp_path}
+    for copy, source in {
+        "moved": run,
+        "cut": run,
+        "damaged": work / "model",
+        "other": work / "model",
+    }.items():
+        shutil.copytree(source, tmp_path / copy)
+    write_record(tmp_path / "moved", replace(read_record(run), base_model="gone/base"))
+    for weights in (tmp_path / "cut/adapter_model.safetensors", tmp_path / "damaged/model.safetensors"):
+        os.truncate(weights, weights.stat().st_size - 8)
+    other = AutoModelForCausalLM.from_pretrained(work / "model")
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
     with pytest.raises(SystemExit) as error:
         main(["generate", *arguments.format(**names).split()])
     assert error.value.code == 2
-    assert message in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""  # not even the first of two answers

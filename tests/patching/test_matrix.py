@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.exporting import export
 from rope_extend.encodings import GrowingRope, RopeShape
 from rope_extend.encodings.composed import ShortOriginal
 from rope_extend.errors import PatchError, UnsupportedModelError

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 RUN = "training/test_artefacts.py::test_a_run_of_other_work_is_not_resumed"
 TEXT = "training/test_metrics.py::test_perplexities_of_different_texts_are_not_compared"
-DIGESTS = "checkpoint/test_damaged_weights.py::test_"
+DIGESTS = "checkpoint/test_hostile_files.py::test_"
 BASE = "checkpoint/test_other_base_model.py::test_"
 RESULTS = "evaluation/test_comparison.py::test_rows_that_cannot_be_compared_are_refused"
 
@@ -57,7 +57,6 @@ READERS: dict[str, dict[str, str | None]] = {
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
-        "manifest.open_weights": DIGESTS,
         "verifying._reference": BASE,
         "card._recipe": None,  # shows the recipe next to the adapter
         "card.write_card": None,  # asks only whether the card is ours

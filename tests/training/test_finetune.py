@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
-from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.data.mixing import block_index
 from rope_extend.loss import NextTokenLoss
+from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config

@@ -29,14 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rope_extend.checkpoint.manifest import open_weights, weight_files
+from rope_extend.checkpoint.manifest import weight_files
 from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
 from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, field_value, gguf_metadata, gguf_reader
 from rope_extend.models.gguf_scaling import ZERO_FREQUENCY_FACTOR
-from rope_extend.models.loading import one_error
+from rope_extend.models.loading import one_error, open_weights
 
 logger = logging.getLogger(__name__)
 

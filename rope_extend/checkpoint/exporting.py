@@ -1,6 +1,7 @@
 """Export of a checkpoint in the form that stock transformers, vLLM, SGLang or llama.cpp reads.
 
-`targets.py` says what each target reads, `support.py` chooses the form, and this module writes it.
+`export/targets.py` says what each target reads, `export/support.py` chooses the form, and this module
+writes it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME, locate, read_json
+from rope_extend.checkpoint.manifest import locate, read_json
 from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
-from rope_extend.checkpoint.record import Record, seal, write_record
+from rope_extend.checkpoint.record import Record, write_record, write_record_with_digests
 from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
+from rope_extend.models.checkpoint_directory import CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.stock_config import latent_attention, with_carried
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
-_REWRITTEN = ("config.json", RECORD_NAME)
+_REWRITTEN = (CONFIG, RECORD_NAME)
 _LOAD = "load it with rope_extend.load"
 
 
@@ -79,7 +81,7 @@ def export(
     """
     target, file = Path(expand_home(output)), None if gguf is None else Path(expand_home(gguf))
     source = local_directory(directory)
-    record, adapter = checked_record(source, check_files=True), (source / ADAPTER_CONFIG).exists()
+    record, adapter = checked_record(source, check_files=True), is_adapter(source)
     if target.exists() and source.resolve() == target.resolve():
         raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
     if adapter:
@@ -165,7 +167,7 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
         hidden = path.name.startswith(".") or path.suffix in _LEFT_BEHIND
         if not hidden and path.is_file() and path.name not in _REWRITTEN:
             _link(locate(source, path.name), staging / path.name)
-    seal(staging, record.without_local_path())
+    write_record_with_digests(staging, record.without_local_path())
 
 
 def _link(path: Path, target: Path) -> None:
