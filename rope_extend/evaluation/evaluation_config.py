@@ -27,7 +27,7 @@ from rope_extend.config import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
-from rope_extend.evaluation.protocols import WindowSettings, protocol_named
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, WindowSettings, protocol_named
 from rope_extend.evaluation.tasks import TASKS, TEMPLATES
 from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
@@ -73,6 +73,7 @@ CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
 
+_BLOCKS = "blocks of targets that the cropped control scores beyond its window; each costs a window"
 DEPTHS, TRIALS = 5, 4
 """Depths of the passkeys of an evaluation, and by default the number at each."""
 
@@ -142,6 +143,7 @@ class ModelConfig(Config):
     # What not all measurements have as a setting.
     documents = planned = True
     protocol = "prefix"
+    control_blocks = CONTROL_BLOCKS
     chunk = max_tokens = cast("int | None", None)
 
     command: ClassVar[str] = "evaluate"
@@ -211,6 +213,7 @@ class EvaluationConfig(ModelConfig):
 
     protocol: Annotated[str, TEXT, "how perplexity is measured, see below"] = "prefix"
     window: Annotated[int | None, LENGTH, "tokens of context, for the protocol cropped"] = None
+    control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
     stride: Annotated[
         int | None, LENGTH, "tokens between the starts of windows, for protocols with a stride"
     ] = None
@@ -240,7 +243,7 @@ class EvaluationConfig(ModelConfig):
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "stride", "last", "max_tokens", "chunk", "retrieval",
+            "protocol", "window", "control_blocks", "stride", "last", "max_tokens", "chunk", "retrieval",
             "retrieval_lengths",
         ),
     }  # fmt: skip
@@ -272,7 +275,8 @@ class EvaluationConfig(ModelConfig):
     @property
     def window_settings(self) -> WindowSettings:
         """The settings of the protocol that were given."""
-        values = {"window": self.window, "stride": self.stride, "last": self.last}
+        blocks = self.control_blocks if "blocks" in protocol_named(self.protocol).settings else None
+        values = {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
         return WindowSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[typeddict-item]
 
 
@@ -343,6 +347,7 @@ class StudyConfig(PromptConfig):
         tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
+    control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
 
     command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"
