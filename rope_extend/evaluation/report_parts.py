@@ -171,8 +171,8 @@ def _control_note(result: PerplexityResult) -> str:
     share = scored / (result.documents * max(1, result.max_length - window))
     return (
         f"the model sees {window} tokens at a time. Beyond {window}, {share:.0%} of the targets are scored, "
-        f"in up to {result.blocks} blocks that are spread evenly; they stand for the others, and see at least "
-        "15/16 of the window."
+        f"in up to {result.blocks} blocks that are spread evenly. They stand for the others, and see at "
+        "least 15/16 of the window."
     )
 
 

@@ -66,7 +66,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.05, 0, 0.05, 0.1, 1, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel(label, color=INK)
-    in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
+    in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)
     text = f"position in the {'document' if in_documents else 'window'}, tokens"
     length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)
     axes.set_xlim(0, longest)

@@ -167,6 +167,8 @@ def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> Non
     common = {name: getattr(config, name) for name in ("model", "data", "methods", "lengths", "output")}
     study = StudyConfig(**common, max_documents=2, target_length=128, tasks=[])
     assert Measurement(study).missing(tmp_path / "out") == []
+    fewer = Measurement(replace(study, control_blocks=3)).missing(tmp_path / "out")
+    assert {cell.row.label for cell in fewer} == {"none, cropped to 32"}
     found = rx.compare_methods(study, resume=True)
     assert [numbers(row.result) for row in found.rows] == [numbers(row.result) for row in rows]
 
@@ -327,9 +329,9 @@ def test_a_budget_stops_and_says_what_is_missing(
 ) -> None:
     config = config_of(work, output=str(tmp_path), budget=5.5)
     monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
-    # The cropped row has seven windows of a second, the others one.
+    # The cropped row has seventeen windows of a second, the others one.
     with monkeypatch.context() as patch:
-        patch.setattr(running, "_seconds", lambda work, done, begun: 9.0 if done >= 10 else 0.0)
+        patch.setattr(running, "_seconds", lambda work, done, begun: 9.0 if done >= 20 else 0.0)
         rows = rx.evaluate(config, progress=False)
     assert [row.result.documents for row in rows] == [1] * 4
     assert "Not measured yet" in (tmp_path / "report.md").read_text()
