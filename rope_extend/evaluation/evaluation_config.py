@@ -65,10 +65,15 @@ def _chat(value: Any) -> str:
     return str(value)
 
 
+def _depths(value: Any) -> int | tuple[float, ...]:
+    depths, width = depths_from(value)
+    return len(depths) if width else depths
+
+
 _NAMES = Kind("a list of names or paths", _names, plain=True)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
+DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
@@ -269,7 +274,7 @@ class EvaluationConfig(ModelConfig):
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
         unasked, lengths = None if trained in more else trained, tuple(sorted({trained, *more}))
-        asked = Prompts(("passkey",), lengths, depths_from(DEPTHS), int(trials), unasked=unasked)
+        asked = Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), unasked=unasked)
         return asked if trials else Prompts()
 
     @property
@@ -288,7 +293,10 @@ class PromptConfig(ModelConfig):
         "passkey",
     )
     depths: Annotated[
-        int | tuple[float, ...], DEPTHS_KIND, "number of depths, evenly spread, or a list such as 0,0.5,1"
+        int | tuple[float, ...],
+        DEPTHS_KIND,
+        "number of equal parts of a prompt, in each of which every trial draws its depth, or a list of exact "
+        "depths such as 0,0.5,1",
     ] = 5
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 10
     chat: Annotated[
@@ -307,7 +315,7 @@ class PromptConfig(ModelConfig):
 
     def asked(self, lengths: Iterable[int], unasked: int | None = None) -> Prompts:
         """The prompts of these lengths."""
-        how = (depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
+        how = (*depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
         return Prompts(self.tasks, tuple(sorted(lengths)), *how, unasked) if self.tasks else Prompts()
 
 

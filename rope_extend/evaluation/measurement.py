@@ -175,8 +175,12 @@ class Measurement:
                         raise
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                size = max(1, BATCH_TOKENS // prompts[0].tokens)
-                self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
+                size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(asked.depths)
+                # No batch has prompts of two trials, so that answered ones stay as they are among more.
+                for end in range(trial, len(prompts) + 1, trial):
+                    self.batches += [
+                        prompts[at : min(at + size, end)] for at in range(end - trial, end, size)
+                    ]
 
     @property
     def prompts(self) -> list[Prompt]:

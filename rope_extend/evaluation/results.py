@@ -157,7 +157,8 @@ class PerplexityResult:
 
         Also None if the control scored a part of a block whose losses this result has as one sum.
         """
-        if not (self.block_nll.size and control.block_nll.size and self.same_targets(control)):
+        same = self.same_targets(control) and self.block_nll.shape[0] == control.block_nll.shape[0] > 0
+        if not (control.cropped and same and self.max_length == control.max_length):
             return None
         edges = np.intersect1d(self.block_edges, control.block_edges)[:-1]
 

@@ -160,6 +160,18 @@ def test_a_finished_measurement_gets_more_rows_and_documents(
     assert "4 finished cells in" in caplog.text
 
 
+def test_a_finished_retrieval_gets_more_prompts(tmp_path: Path) -> None:
+    """Those that are answered stay as they are."""
+    common = {"methods": ("none",), "lengths": (128,), "depths": 2, "cropped": False, "output": tmp_path}
+    config = RetrievalConfig(str(MODEL_DIR), trials=1, tasks=("passkey",), **common)
+    before = rx.retrieve(config, progress=False)[0].retrieval
+    lines = (tmp_path / "cells.jsonl").read_text()
+    after = rx.retrieve(replace(config, trials=3), resume=True, progress=False)[0].retrieval
+    assert (tmp_path / "cells.jsonl").read_text().startswith(lines)
+    assert [len(cell.scores) for cell in after.cells] == [3, 3]
+    assert [cell.scores[:1] for cell in after.cells] == [cell.scores for cell in before.cells]
+
+
 def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> None:
     """A report finds everything that an evaluation has measured on the same documents."""
     config = config_of(work, output=str(tmp_path / "out"))
