@@ -29,7 +29,7 @@ CHAT = ("auto", "on", "off")
 
 
 _DAY = datetime(2024, 7, 26)
-"""Today, for chat templates that ask, so that prompts are the same tomorrow. It is the default of Llama 3.2."""
+"""Today, for chat templates that ask, so that prompts are the same tomorrow. It is Llama 3.2's default."""
 _DATES = "".join(f" | replace('%{each}', '{_DAY.strftime('%' + each)}')" for each in "YymBbdAaHIMSpj")
 _ON_THAT_DAY = f"{{%- macro strftime_now(format) -%}}{{{{ format{_DATES} }}}}{{%- endmacro %}}\n"
 """Replaces the function that gives the date to a template. transformers drops one that is passed by name."""
