@@ -8,7 +8,7 @@ from typing import Any
 
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
-from rope_extend.encodings import Encoding, RopeShape, method_named
+from rope_extend.encodings import Encoding, RopeShape, composed_name, method_named
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.current_table import CurrentTable, extended_again
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
@@ -168,9 +168,12 @@ class Question:
         if self.current is None:
             return f"{evaluate}{adapter} {what} {perplexity}", retrieve
         # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
+        trained = quote(f"{composed_name(self.encoding('yarn'))} + LoRA")  # the row of the run
+        pair = f"{quote(output + '-cropped')} {quote(output + '-perplexity')}"
         cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
         return (
             f"{evaluate}{adapter} {what} --no-cropped {perplexity}",
             f"{evaluate} {named} {cropped} --no-cropped {data} --output {quote(output + '-cropped')}",
+            f"rope-extend compare {pair} --row {methods[0]} --row {trained}",
             retrieve,
         )

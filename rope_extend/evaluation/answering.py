@@ -151,7 +151,7 @@ def answer_batch(
     with evaluation_mode(model) as device, torch.no_grad():
         responses = _responses(model, tokenizer, task, batch, crop)
         peak = peak_memory_bytes(device)
-    names = ("task", "length", "depth", "trial", "answers")
+    names = ("task", "length", "depth", "drawn", "trial", "answers")
     trials = [
         {
             **{name: getattr(prompt, name) for name in names},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.prompts import joined_fingerprint
@@ -69,6 +70,11 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
     if len(results) < 2:
         return results[0] if results else PerplexityResult()
     first = results[0]
+    if other := next((each for each in results if each.measured_by != first.measured_by), None):
+        raise RopeExtendError(
+            f"a row was measured by two protocols, {first.measured_by} and {other.measured_by}, as by two "
+            "versions of rope_extend; delete the finished cells of one of them"
+        )
     nll = {length: [result.document_nll[length][0] for result in results] for length in first.ppl}
     terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}
     return replace(

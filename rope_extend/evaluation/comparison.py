@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import Counts, EvaluationRow, Floats, PerplexityResult
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
 from rope_extend.units import format_length
 
@@ -32,7 +32,8 @@ class Comparison:
     Attributes:
         first: the row that the other is compared with.
         second: the other row.
-        differences: the difference of the losses at each length that both have.
+        differences: the difference of the losses at each length that both have; with a control, on its
+            targets from its window to that length.
         changes: the difference of the scores in each task and length with the same prompts.
     """
 
@@ -52,10 +53,16 @@ class Comparison:
         return max(self.differences, key=lambda change: change.length)
 
     def by_document(self, length: int) -> list[tuple[str, float]]:
-        """The name of each document and its ratio, on the targets from the trained window to `length`."""
-        first, second, terms = _sums(self.first, self.second, self.first.trained_length or 0, length)
+        """The name of each document and its ratio to the control, on the targets beyond to `length`."""
+        first, second, terms = self.second.result.beyond(self.first.result, length)
         ratios = [ppl(nats) for nats in (second - first) / terms]
         return [*zip(self.second.result.document_names, ratios, strict=False)]  # older results have no names
+
+    @property
+    def beyond(self) -> int | None:
+        """The window of the control, if the differences are on the targets beyond it; else None."""
+        window, least = self.first.result.window, min((each.length for each in self.differences), default=0)
+        return window if window is not None and not self.second.result.cropped and least > window else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -70,19 +77,25 @@ class Comparison:
 
 
 def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
-    """Compare two rows at all lengths that both have, and in all tasks whose prompts both have."""
+    """Compare two rows at all lengths that both have, and in all tasks whose prompts both have.
+
+    If one row has a cropped context, it is the first, and the other is compared with it beyond its window.
+    """
     rows = f"{first.label!r} and {second.label!r}"
+    if second.result.cropped and not first.result.cropped:
+        first, second = second, first
+    beyond = second.result.against(first.result) if not second.result.cropped else []
     for what, a, b in (
         ("on different texts", first.result.data, second.result.data),
-        ("by different protocols", protocol_text(first), protocol_text(second)),
+        ("by different protocols", first.result.measured_by, second.result.measured_by),
     ):
-        if first.result and second.result and a != b:
+        if first.result and second.result and a != b and not beyond:
             raise RopeExtendError(
                 f"{rows} were measured {what} ({a} and {b}), so they cannot be compared; evaluate both with "
                 "the same data, max_documents, lengths and protocol"
             )
     lengths = sorted(first.result.ppl.keys() & second.result.ppl.keys())
-    found = differences(first.result, second.result, lengths)
+    found = beyond or differences(first.result, second.result, lengths)
     changes, other = [], []
     for task in first.retrieval.tasks:
         for length in first.retrieval.lengths(task):
@@ -159,11 +172,6 @@ def pairs(
     return found
 
 
-def protocol_text(row: EvaluationRow) -> str:
-    """The protocol of a row with its settings, such as `sliding stride=256`."""
-    return " ".join([row.result.protocol, *(f"{k}={v}" for k, v in row.result.settings.items())])
-
-
 def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     """Compare each other row with plain RoPE within the trained window: that length alone.
 
@@ -196,29 +204,13 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
 
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare each row with its control, on the targets beyond the trained window.
+    """Compare each row with its control, on the control's targets beyond its window.
 
-    At a length N these are the targets from the trained window to N, in the pass over the longest length.
-    Within the window both models read the same, so its targets would only hide the difference. Empty without
-    a control. Rows on other texts or of other protocols are left out.
+    See `PerplexityResult.against`. Empty without a control. Rows on other texts or of other protocols are
+    left out.
     """
-    compared = []
-    for row in rows:
-        control = row.control_in(rows)
-        if row.cropped or control is None or (start := control.trained_length) is None:
-            continue
-        if lengths := sorted(n for n in row.result.ppl if n > start):
-            beyond = [_beyond(control, row, start, n) for n in lengths]
-            compared.append(Comparison(control, row, beyond))
-    return compared
-
-
-def _beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
-    first, second, terms = _sums(base, row, start, length)
-    return paired(length, first.tolist(), second.tolist(), terms.tolist())
-
-
-def _sums(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> tuple[Floats, Floats, Counts]:
-    """Each document's sum of losses from `start` to `length`, in both rows, and the number of its losses."""
-    (first, terms), (second, _) = (each.result.between(start, length) for each in (base, row))
-    return first, second, terms
+    return [
+        Comparison(control, row, row.result.against(control.result))
+        for row in rows
+        if not row.cropped and (control := row.control_in(rows)) is not None
+    ]

@@ -27,7 +27,7 @@ from rope_extend.config import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
-from rope_extend.evaluation.protocols import WindowSettings, protocol_named
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, WindowSettings, protocol_named
 from rope_extend.evaluation.tasks import TASKS, TEMPLATES
 from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
@@ -65,14 +65,20 @@ def _chat(value: Any) -> str:
     return str(value)
 
 
+def _depths(value: Any) -> int | tuple[float, ...]:
+    depths, width = depths_from(value)
+    return len(depths) if width else depths
+
+
 _NAMES = Kind("a list of names or paths", _names, plain=True)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
+DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
 
+_BLOCKS = "blocks of targets that the cropped control scores beyond its window; each costs a window"
 DEPTHS, TRIALS = 5, 4
 """Depths of the passkeys of an evaluation, and by default the number at each."""
 
@@ -142,6 +148,7 @@ class ModelConfig(Config):
     # What not all measurements have as a setting.
     documents = planned = True
     protocol = "prefix"
+    control_blocks = CONTROL_BLOCKS
     chunk = max_tokens = cast("int | None", None)
 
     command: ClassVar[str] = "evaluate"
@@ -211,6 +218,7 @@ class EvaluationConfig(ModelConfig):
 
     protocol: Annotated[str, TEXT, "how perplexity is measured, see below"] = "prefix"
     window: Annotated[int | None, LENGTH, "tokens of context, for the protocol cropped"] = None
+    control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
     stride: Annotated[
         int | None, LENGTH, "tokens between the starts of windows, for protocols with a stride"
     ] = None
@@ -240,7 +248,7 @@ class EvaluationConfig(ModelConfig):
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "stride", "last", "max_tokens", "chunk", "retrieval",
+            "protocol", "window", "control_blocks", "stride", "last", "max_tokens", "chunk", "retrieval",
             "retrieval_lengths",
         ),
     }  # fmt: skip
@@ -266,13 +274,14 @@ class EvaluationConfig(ModelConfig):
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
         unasked, lengths = None if trained in more else trained, tuple(sorted({trained, *more}))
-        asked = Prompts(("passkey",), lengths, depths_from(DEPTHS), int(trials), unasked=unasked)
+        asked = Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), unasked=unasked)
         return asked if trials else Prompts()
 
     @property
     def window_settings(self) -> WindowSettings:
         """The settings of the protocol that were given."""
-        values = {"window": self.window, "stride": self.stride, "last": self.last}
+        blocks = self.control_blocks if "blocks" in protocol_named(self.protocol).settings else None
+        values = {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
         return WindowSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[typeddict-item]
 
 
@@ -284,7 +293,10 @@ class PromptConfig(ModelConfig):
         "passkey",
     )
     depths: Annotated[
-        int | tuple[float, ...], DEPTHS_KIND, "number of depths, evenly spread, or a list such as 0,0.5,1"
+        int | tuple[float, ...],
+        DEPTHS_KIND,
+        "number of equal parts of a prompt, in each of which every trial draws its depth, or a list of exact "
+        "depths such as 0,0.5,1",
     ] = 5
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 10
     chat: Annotated[
@@ -303,7 +315,7 @@ class PromptConfig(ModelConfig):
 
     def asked(self, lengths: Iterable[int], unasked: int | None = None) -> Prompts:
         """The prompts of these lengths."""
-        how = (depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
+        how = (*depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
         return Prompts(self.tasks, tuple(sorted(lengths)), *how, unasked) if self.tasks else Prompts()
 
 
@@ -343,6 +355,7 @@ class StudyConfig(PromptConfig):
         tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
+    control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
 
     command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"

@@ -16,7 +16,7 @@ import torch
 
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation.chunked_forward import ChunkedForward
-from rope_extend.evaluation.protocols import Window
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, Window
 from rope_extend.evaluation.results import Losses
 from rope_extend.loss import causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
@@ -46,10 +46,13 @@ class RunOptions:
             results in chunks process windows whole. Default: automatic above 131,072 tokens, if attention
             would need a mask of the whole window, or if memory runs out.
         bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
+        control_blocks: `blocks` of the controls with which the result will be compared, see
+            `PerplexityResult.against`.
     """
 
     chunk: int | str | None = None
     bar: Any = None
+    control_blocks: int = CONTROL_BLOCKS
 
 
 class LossComputer:

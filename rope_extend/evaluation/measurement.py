@@ -33,6 +33,7 @@ from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.labels import adapter_labels, method_labels
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
+from rope_extend.evaluation.results import control_edges
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
@@ -174,8 +175,12 @@ class Measurement:
                         raise
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                size = max(1, BATCH_TOKENS // prompts[0].tokens)
-                self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
+                size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(asked.depths)
+                # No batch has prompts of two trials, so that answered ones stay as they are among more.
+                for end in range(trial, len(prompts) + 1, trial):
+                    self.batches += [
+                        prompts[at : min(at + size, end)] for at in range(end - trial, end, size)
+                    ]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -225,7 +230,8 @@ class Measurement:
         """The tokens of each window of a row on a document."""
         rule, settings, longest = self.rule, self.settings, self.lengths[-1]
         if row.crop is not None:
-            rule, settings, passes = PROTOCOLS["cropped"], {"window": row.crop}, [longest]
+            settings = {"window": row.crop, "blocks": self.config.control_blocks}
+            rule, passes = PROTOCOLS["cropped"], [longest]
         else:
             passes = self.passes[row]
         return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
@@ -242,6 +248,9 @@ class Measurement:
         for row in self.rows:
             shared = {**self._row_identity(row), "protocol": self.rule.name, **self.settings}
             shared |= {"lengths": self.lengths, "window of context": row.crop}
+            blocks = self.config.control_blocks
+            if row.crop is not None or (self.rule.nested and control_edges(self.lengths, blocks)):
+                shared["control_blocks"] = blocks  # else the losses are in the same blocks for any number
             for number, document in enumerate(self.documents):
                 windows = self._windows(row, len(document))
                 work = sum(map(self._seconds, windows))

@@ -36,7 +36,14 @@ from rope_extend.evaluation.protocols import (
     protocol_named,
     window_lengths,
 )
-from rope_extend.evaluation.results import Counts, Floats, Losses, PerplexityResult, block_starts
+from rope_extend.evaluation.results import (
+    Counts,
+    Floats,
+    Losses,
+    PerplexityResult,
+    block_starts,
+    control_edges,
+)
 from rope_extend.loss import causal_lm
 from rope_extend.models.view import length_groups
 from rope_extend.progress import progress_bar
@@ -68,10 +75,10 @@ def perplexity(
 
     `prefix` measures the first N tokens of a document, for each length N, in one forward; an encoding whose
     tables depend on the length gets one forward for each group of lengths with equal tables. `cropped` is its
-    control: the same targets, but the model sees `window` tokens at a time, in windows that start
-    `window // 2` apart. The others are those of published programs: `sliding`,
-    `sliding-window-mean`, `last-k`, `disjoint` and `disjoint-second-half`, on the page
-    docs/measuring.md.
+    control: targets of the same documents, of which each is predicted from `window` tokens, or at most a
+    sixteenth fewer. `PerplexityResult.against` compares both. `cropped-half` was the control of earlier
+    versions. The others are those of published programs: `sliding`, `sliding-window-mean`, `last-k`,
+    `disjoint` and `disjoint-second-half`, on the page docs/measuring.md.
 
     Args:
         model: a causal language model, patched or not, with or without PEFT; it is unchanged afterwards.
@@ -83,8 +90,9 @@ def perplexity(
         save_losses: keep the loss of every token in `result.losses`.
         progress: show a progress bar, on terminals only.
         options: how the measurement runs.
-        settings: `window=`, for `cropped`: tokens of context. `stride=`, for protocols that have one: tokens
-            between the starts of windows. `last=`, for `last-k`: number of targets.
+        settings: `window=`, for `cropped`: tokens of context, and `blocks=`: how many blocks of targets it
+            scores beyond that window. `stride=`, for protocols that have one: tokens between the starts of
+            windows. `last=`, for `last-k`: number of targets.
 
     Raises:
         RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
@@ -107,9 +115,14 @@ def perplexity(
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
-    tallies = [_Tally(rule, group, sizes) for group in groups]
+    window, blocks = tokens.get("window"), tokens.get("blocks", options.control_blocks)
+    edges = control_edges(sizes, blocks, window) if rule.nested else []
+    tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), window) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
+    configs = (lm.config.get_text_config(decoder=True), lm.config) if rule.bos else ()
+    bos = next(
+        (token for each in configs if (token := getattr(each, "bos_token_id", None)) is not None), None
+    )
     with ExitStack() as stack:
         if options.bar is None:
             bar = progress_bar(
@@ -138,7 +151,9 @@ def perplexity(
         block_nll=np.stack(longest.block_nll),
         block_terms=np.stack(longest.block_terms),
         protocol=protocol,
-        window=tokens.get("window"),
+        window=window,
+        blocks=tokens.get("blocks"),
+        edges=edges,
         documents=len(texts),
         dropped_documents=len(candidates) - len(texts),
         data=fingerprint(texts),
@@ -177,8 +192,8 @@ def _windows(rule: Protocol, text: Document, length: int, settings: Settings) ->
 class _Tally:
     """Sums over documents, in float64, for the lengths of one pass."""
 
-    def __init__(self, rule: Protocol, lengths: Sequence[int], all_lengths: Sequence[int]) -> None:
-        self.rule, self.lengths, self.starts = rule, lengths, block_starts(all_lengths)
+    def __init__(self, rule: Protocol, lengths: Sequence[int], starts: Counts, window: int | None) -> None:
+        self.rule, self.lengths, self.starts, self.window = rule, lengths, starts, window
         self.block_nll: list[Floats] = []
         self.block_terms: list[Counts] = []
         self.tokens = dict.fromkeys(lengths, 0)
@@ -203,8 +218,13 @@ class _Tally:
             if self.rule.average == "window":
                 ends = np.cumsum([window.targets for window in windows])[:-1]
                 selected = np.array([part.mean() for part in np.split(selected, ends)])
-            self.nll[length].append(float(selected.sum()))
-            self.terms[length].append(len(selected))
+            nll, terms = float(selected.sum()), len(selected)
+            if self.window is not None and 0 < (beyond := terms + 1 - self.window) < length - self.window:
+                # The scored targets beyond the window stand for all others there.
+                nll += float(selected[-beyond:].sum()) * ((length - self.window) / beyond - 1)
+                terms = length - 1
+            self.nll[length].append(nll)
+            self.terms[length].append(terms)
 
     def ppl(self, length: int) -> float:
         """Perplexity at a length."""

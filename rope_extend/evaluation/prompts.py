@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from functools import cache
 from itertools import chain
 from typing import Any, ClassVar
@@ -26,11 +28,22 @@ CHAT = ("auto", "on", "off")
 """Whether prompts use the tokenizer's chat template; `auto` uses it if it exists."""
 
 
-def depths_from(depths: object) -> tuple[float, ...]:
-    """Depths from their number, evenly spread from 0 to 1 (one depth is 0.5), or from a list of them."""
+_DAY = datetime(2024, 7, 26)
+"""Today, for chat templates that ask, so that prompts are the same tomorrow. It is Llama 3.2's default."""
+_DATES = "".join(f" | replace('%{each}', '{_DAY.strftime('%' + each)}')" for each in "YymBbdAaHIMSpj")
+_ON_THAT_DAY = f"{{%- macro strftime_now(format) -%}}{{{{ format{_DATES} }}}}{{%- endmacro %}}\n"
+"""Replaces the function that gives the date to a template. transformers drops one that is passed by name."""
+
+
+def depths_from(depths: object) -> tuple[tuple[float, ...], float]:
+    """Depths, and the width of the part of a prompt around each from which trials draw theirs.
+
+    From a number of equal parts, each named by its middle, or from a list of exact depths, whose width is 0.
+    """
     values: list[float] = []
+    width = 0.0
     if isinstance(depths, int) and not isinstance(depths, bool):
-        values = [0.5] if depths == 1 else [round(n / (depths - 1), 6) for n in range(depths)]
+        values, width = [round((n + 0.5) / depths, 6) for n in range(depths)], 1 / max(1, depths)
     elif isinstance(depths, str):
         values = [float(depth) for depth in depths.split(",")]
     elif isinstance(depths, float | list | tuple):
@@ -39,7 +52,7 @@ def depths_from(depths: object) -> tuple[float, ...]:
         raise RopeExtendError(
             f"depths must be a number of depths, or a list of depths between 0 and 1; got {depths!r}"
         )
-    return tuple(sorted(set(values)))
+    return tuple(sorted(set(values))), width
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Prompts:
         tasks: names of the tasks; empty for no prompts.
         lengths: tokens of the prompts.
         depths: depths of the needles, ascending.
+        spread: width of the part of a prompt around each depth from which trials draw theirs.
         trials: prompts at each depth.
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
@@ -59,7 +73,8 @@ class Prompts:
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
-    depths: tuple[float, ...] = depths_from(5)
+    depths: tuple[float, ...] = depths_from(5)[0]
+    spread: float = depths_from(5)[1]
     trials: int = 10
     seed: int = 0
     chat: str = "auto"
@@ -74,6 +89,10 @@ class Prompts:
         if task.has_depth:
             return [(depth, trial) for trial in range(self.trials) for depth in self.depths]
         return [(None, trial) for trial in range(self.trials * len(self.depths))]
+
+
+Starts = Callable[[str], Sequence[int]]
+"""Takes a text; returns where its tokens begin, in characters, ascending."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +128,9 @@ class Prompt:
 
     Attributes:
         length: tokens of the prompt plus the tokens reserved for the answer.
-        depth: requested depth of the needle, 0 at the start of the context and 1 at its end; None for tasks
-            without a depth.
+        depth: requested depth of the needle, 0 at the start of the context and 1 at its end, in tokens; None
+            for tasks without a depth.
+        drawn: the depth of this trial, from the part of the prompt around `depth`.
         trial: number of the trial, from 0.
         text: text of the prompt, including the tokens of the chat template.
         answers: the expected answers.
@@ -126,6 +146,7 @@ class Prompt:
     answers: tuple[str, ...]
     tokens: int
     chat: bool
+    drawn: float | None = None
 
     def visible(self, crop: int | None) -> int:
         """Tokens that a model sees; the tokens reserved for the answer count in `crop`."""
@@ -167,7 +188,7 @@ class Task(ABC):
     """Whether the prompt ends with lines whose last words are the answers; nothing is generated then."""
 
     @abstractmethod
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """Draw a prompt with the needle at `depth`, for a length of about `tokens`."""
 
     def score(self, response: str, answers: Sequence[str]) -> float:
@@ -228,7 +249,7 @@ def make_prompts(
         logger, shown=progress, iterable=trials, unit="prompt", desc=words, leave=False
     ) as counted:
         return [
-            make_prompt(task, tokenizer, length, depth, trial, seed=asked.seed, chat=asked.chat)
+            make_prompt(task, tokenizer, length, depth, trial, asked.spread, seed=asked.seed, chat=asked.chat)
             for depth, trial in counted
         ]
 
@@ -239,6 +260,7 @@ def make_prompt(
     length: int,
     depth: float | None = 0.5,
     trial: int = 0,
+    spread: float = 0.0,
     *,
     seed: int = 0,
     chat: str = "auto",
@@ -249,8 +271,10 @@ def make_prompt(
 
     Args:
         length: tokens of prompt and answer.
-        depth: depth of the needle, 0 … 1, rounded to the nearest end of a sentence.
+        depth: depth of the needle, 0 … 1, as a share of the tokens, or of the words if the tokenizer does not
+            tell where tokens begin. It is rounded to the nearest end of a sentence.
         trial: number of the trial; another number draws another prompt.
+        spread: width of the part of the prompt around `depth` from which the trial's own depth is drawn.
         seed: random seed. The prompt follows from it and all of the above.
         chat: `auto`, `on` or `off`; see `uses_chat`.
     """
@@ -259,14 +283,28 @@ def make_prompt(
     depth = depth if task.has_depth else None
     use_chat, prompt_tokens = uses_chat(tokenizer, chat), length - task.new_tokens
     rng = random.Random(f"{task.name}|{length}|{depth}|{trial}|{seed}")
-    draft = task.draft(rng, 0.5 if depth is None else depth, max(1, prompt_tokens))
+    drawn = None if depth is None else min(1.0, max(0.0, depth + spread * (rng.random() - 0.5)))
+
+    @cache
+    def starts(text: str) -> Sequence[int]:
+        if not getattr(tokenizer, "is_fast", False):
+            return [match.start() for match in re.finditer(r"\S+", text)]
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [start for start, _ in found["offset_mapping"]]
+
+    draft = task.draft(rng, 0.5 if drawn is None else drawn, max(1, prompt_tokens), starts)
+
+    template = tokenizer.get_chat_template() if use_chat else ""
+    template = _ON_THAT_DAY + template if "strftime_now" in template else None
 
     def write(size: int, dots: int = 0) -> str:
         request = draft.request(size, dots)
         if not use_chat:
             return request + draft.lead
         turn = [{"role": "user", "content": request}]
-        text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            turn, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
         return text + draft.lead.lstrip()
 
     @cache  # a task that fills by lines writes the same text for several sizes
@@ -285,7 +323,7 @@ def make_prompt(
             f"the task {task.name} could not be written in exactly {prompt_tokens} tokens of this tokenizer; "
             "try a slightly different length"
         )
-    return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, use_chat)
+    return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, use_chat, drawn)
 
 
 def _fit(

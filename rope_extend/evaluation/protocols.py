@@ -17,11 +17,15 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypedDict
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import parse_length, parse_lengths
 
+CONTROL_BLOCKS = 16
+"""Blocks of targets that a control scores beyond its window: all targets, up to twice the window."""
+
 
 class WindowSettings(TypedDict, total=False):
-    """Settings of a protocol, each a number of tokens such as 4096 or `"4k"`; few protocols have any."""
+    """Settings of a protocol, numbers of tokens such as 4096 or `"4k"`, or of blocks; few have any."""
 
     window: int | str | None
+    blocks: int | None
     stride: int | str | None
     last: int | str | None
 
@@ -35,7 +39,7 @@ def window_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex])
 
 
 Settings = Mapping[str, int]
-"""The settings of a protocol in tokens: `window`, `stride` or `last`."""
+"""The settings of a protocol: `window`, `stride` and `last` in tokens, and the number of `blocks`."""
 
 
 class Window(NamedTuple):
@@ -79,6 +83,7 @@ class Protocol:
         average: over scored `"token"`s, or over `"window"`s, each with the mean loss of its tokens.
         nested: whether the windows for N are those for a longer length without the targets from N on. Then
             one pass gives all lengths, and positions count from the start of the document, not of the window.
+            Beyond the window of `cropped`, the blocks are spread up to the longest length.
         bos: whether each window begins with the BOS token instead of its own first token, if the documents
             begin with it.
         extra_tokens: tokens beyond N that a document needs.
@@ -122,9 +127,10 @@ class Protocol:
                     f"protocol {self.name!r} needs a {name}, the number of tokens of context, such as 4k"
                 )
             tokens[name] = parse_length(value)
-            low, high = (2, math.inf) if name == "window" else (1, min(lengths, default=math.inf))
+            low = 2 if name == "window" else 1
+            high = min(lengths, default=math.inf) if name in ("stride", "last") else math.inf
             if not low <= tokens[name] <= high:
-                limit = "at least 2 tokens" if name == "window" else f"at most {high}, the shortest length"
+                limit = f"at least {low}" if tokens[name] < low else f"at most {high}, the shortest length"
                 raise RopeExtendError(f"protocol {self.name!r}: {name} must be {limit}; got {tokens[name]}")
         return tokens
 
@@ -159,6 +165,26 @@ def _strided(tokens: int, length: int, stride: int) -> list[Window]:
     return [window for window in windows if window.first < window.end]
 
 
+def control_targets(window: int, length: int, blocks: int) -> list[tuple[int, int]]:
+    """The targets of a control beyond its window, in blocks `first … end−1` that are spread evenly.
+
+    A block has a sixteenth of the window. So all its targets are predicted from nearly the whole window, by
+    one forward of `window` tokens.
+    """
+    size = max(1, window // 16)
+    places = -(-(length - window) // size)
+    count = min(blocks, places)
+    firsts = [window + size * ((2 * n + 1) * places // (2 * count)) for n in range(count)]
+    return [(first, min(first + size, length)) for first in firsts]
+
+
+def _cropped(tokens: int, length: int, given: Settings) -> list[Window]:
+    window, whole = given["window"], min(given["window"], length)
+    beyond = control_targets(window, length, given["blocks"])
+    windows = [Window(end - 1 - window, end - 1, first, end) for first, end in beyond]
+    return [Window(0, whole, 1, whole), *windows]
+
+
 def _disjoint(tokens: int, length: int, settings: Settings) -> list[Window]:
     ends = [*range(length + 1, tokens, length), tokens]
     # The last window overlaps the one before it, so that it is full.
@@ -183,13 +209,24 @@ PROTOCOLS: Mapping[str, Protocol] = {
         ),
         Protocol(
             "cropped",
-            "The targets of prefix, but the model sees only `window` tokens at a time, half of them new.",
+            "Targets of prefix: all within `window`, and `blocks` of a sixteenth of it beyond; these see at "
+            "least 15/16 of it.",
             "A control, not a result: how well a model without a longer context does on the same text.",
+            "rope_extend",
+            _cropped,
+            {"window": None, "blocks": CONTROL_BLOCKS},
+            nested=True,
+            bos=True,  # a model that needs it must not handicap the control
+        ),
+        Protocol(
+            "cropped-half",
+            "The targets of prefix, but the model sees only `window` tokens at a time, half of them new.",
+            "The control of earlier versions: targets see 3/4 of the window on average, which is too little.",
             "rope_extend",
             lambda tokens, length, given: _strided(length, given["window"], given["window"] // 2),
             {"window": None},
             nested=True,
-            bos=True,  # a model that needs it must not handicap the control
+            bos=True,
         ),
         Protocol(
             "sliding",

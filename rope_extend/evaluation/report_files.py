@@ -100,7 +100,7 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
                     values = rate.mean, rate.low, rate.high, rate.trials
                     writer.writerow([row.label, task, length, *values, ""])
     for gain in against_cropped(rows):
-        measured = f"beyond {format_length(gain.first.trained_length or 0)}, divided by {gain.first.label}"
+        measured = f"beyond {format_length(gain.beyond or 0)}, divided by {gain.first.label}"
         for change in gain.differences:
             low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
             begin = gain.second.label, measured, change.length

@@ -7,14 +7,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import (
-    Comparison,
-    against_cropped,
-    protocol_text,
-    regressions,
-)
+from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
 from rope_extend.evaluation.protocols import PROTOCOLS
-from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.report.page import Part, Picture
@@ -53,30 +48,35 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     """Perplexity, the gain over a cropped context, the cost within the trained window, and retrieval."""
     parts: list[Part] = [perplexity_section(rows)] if any(row.result for row in rows) else []
     if gains := against_cropped(rows):
-        lengths = sorted({change.length for gain in gains for change in gain.differences})
-        lines: list[Line] = [["", *map(format_length, lengths), "better in"]]
-        for gain in gains:
-            by_length = {change.length: change for change in gain.differences}
-            change = gain.longest
-            better = f"{change.better} of {change.documents}" if math.isfinite(change.nats) else "–"
-            lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths), better])
-        window = format_length(gains[0].first.trained_length or 0)
-        controls: dict[str, list[str]] = {}
-        for gain in gains:
-            controls.setdefault(gain.first.label, []).append(gain.second.label)
-        notes = [
-            f"On the targets from {window} to each length, in the pass over the longest one. Below 1, the "
-            "longer context helps. In brackets, the 95 % interval over documents.",
-            "Better in: documents that are below 1 at the longest length.",
-        ]
-        if len(controls) > 1:
-            notes += [f"The control “{label}” is that of: {', '.join(of)}." for label, of in controls.items()]
-        of = "the control" if len(controls) > 1 else gains[0].first.label
-        parts.append(Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes))
+        parts.append(_gain_section(gains))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label
         parts += comparison_parts(compared, f"within the trained window of {window}, compared with {base}")
     return [*parts, *retrieval_sections(rows)]
+
+
+def _gain_section(gains: Sequence[Comparison]) -> Section:
+    """The perplexity of rows divided by that of their controls, beyond the window of these."""
+    lengths = sorted({change.length for gain in gains for change in gain.differences})
+    lines: list[Line] = [["", *map(format_length, lengths), "better in"]]
+    for gain in gains:
+        by_length = {change.length: change for change in gain.differences}
+        change = gain.longest
+        better = f"{change.better} of {change.documents}" if math.isfinite(change.nats) else "–"
+        lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths), better])
+    window = format_length(gains[0].beyond or 0)
+    controls: dict[str, list[str]] = {}
+    for gain in gains:
+        controls.setdefault(gain.first.label, []).append(gain.second.label)
+    notes = [
+        f"On the targets of the control from {window} to each length, in the pass over the longest one. "
+        "Below 1, the longer context helps. In brackets, the 95 % interval over documents.",
+        "Better in: documents that are below 1 at the longest length.",
+    ]
+    if len(controls) > 1:
+        notes += [f"The control “{label}” is that of: {', '.join(of)}." for label, of in controls.items()]
+    of = "the control" if len(controls) > 1 else gains[0].first.label
+    return Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes)
 
 
 def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
@@ -133,7 +133,7 @@ def _origins(rows: Sequence[EvaluationRow]) -> Section:
             row.label,
             row.encoding_text,
             public_name(row.adapter or "–"),
-            protocol_text(row) if row.result else "–",
+            row.result.measured_by if row.result else "–",
             row.result.data or "–",
             f"{sum(each.forward_tokens for each in both):,}",
             f"{sum(each.seconds for each in both):,.0f}",
@@ -157,19 +157,33 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
             notes.append("No control with a cropped context: the protocol prefix has one.")
     for row in rows:
         if row.result.cropped:
-            notes.append(f"{row.label}: the model sees {row.result.window} tokens at a time.")
+            notes.append(f"{row.label}: {_control_note(row.result)}")
         if row.result.data != first.data:
             notes.append(f"{row.label}: measured on other text ({row.result.data}); do not compare.")
     return notes
+
+
+def _control_note(result: PerplexityResult) -> str:
+    """What the model saw under a control, and which targets were scored."""
+    window, scored = result.window or 0, result.between(result.window or 0, result.max_length)[1].sum()
+    if result.protocol != "cropped":
+        return f"the model sees {window} tokens at a time. {PROTOCOLS[result.protocol].flaw}"
+    share = scored / (result.documents * max(1, result.max_length - window))
+    return (
+        f"the model sees {window} tokens at a time. Beyond {window}, {share:.0%} of the targets are scored, "
+        f"in up to {result.blocks} blocks that are spread evenly. They stand for the others, and see at "
+        "least 15/16 of the window."
+    )
 
 
 def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared") -> list[Section]:
     """Both perplexities of each pair, their difference with its interval, and their ratio; and both rates."""
     losses: list[Line] = [["", "length", "before", "after", "ratio", "difference, nats", "95 % interval"]]
     scores: list[Line] = [["", "task", "length", "before", "after", "points"]]
+    gains = [pair for pair in comparisons if pair.beyond]
     for pair in comparisons:
         name = pair.second.label if len({each.first.label for each in comparisons}) == 1 else pair.label
-        for change in pair.differences:
+        for change in [] if pair.beyond else pair.differences:
             values = [number(row.result.ppl[change.length]) for row in (pair.first, pair.second)]
             ends = [signed(change.nats), interval(change.low, change.high)]
             losses.append([name, format_length(change.length), *values, f"{change.ratio:.4f}", *ends])
@@ -177,11 +191,11 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared
             scores.append(
                 [name, task, format_length(length), str(rates.first), str(rates.second), str(rates)]
             )
-    sections = []
+    sections = [_gain_section(gains)] if gains else []
     if len(losses) > 1:
         first = comparisons[0].first
         notes = [
-            f"Text {first.result.data}, protocol {protocol_text(first)}.",
+            f"Text {first.result.data}, protocol {first.result.measured_by}.",
             "Difference: mean loss after minus before; below zero, and a ratio below 1, is better. The "
             "interval is Student's t over documents, and needs three. If it contains zero, there is no clear "
             "difference.",

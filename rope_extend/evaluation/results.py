@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.protocols import protocol_named
-from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates, plain
+from rope_extend.evaluation.protocols import control_targets, protocol_named
+from rope_extend.evaluation.statistics import Difference, Rate, RateDifference, paired, paired_rates, plain
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -30,6 +30,37 @@ def block_starts(lengths: Collection[int]) -> Counts:
     return np.union1d(np.arange(0, longest, 1 << max(0, (longest - 1).bit_length() - 8)), [*lengths])[:-1]
 
 
+def control_edges(lengths: Collection[int], blocks: int, window: int | None = None) -> list[int]:
+    """Ends of the targets of controls that are not among `block_starts`, ascending.
+
+    They are kept apart, so that a result can be compared with a control on its targets alone.
+
+    Args:
+        lengths: the measured lengths in tokens. Each may be the window of a control.
+        blocks: the number of blocks of a control beyond its window.
+        window: one more window.
+    """
+    longest = max(lengths)
+    windows = {*lengths, window or longest}
+    targets = [(each, *ends) for each in windows for ends in control_targets(each, longest, blocks)]
+    return sorted({end for ends in targets for end in ends} - {*block_starts(lengths).tolist(), longest})
+
+
+class CommonTargets(NamedTuple):
+    """The losses of a control and of another result on the targets of the control.
+
+    Attributes:
+        edges: int64 `[blocks]`, the first position of each block.
+        first, second: float64 `[documents, blocks]`, sums of losses in nats of the control, and of the other.
+        terms: int64 `[documents, blocks]`, the number of losses in each of these sums.
+    """
+
+    edges: Counts
+    first: Floats
+    second: Floats
+    terms: Counts
+
+
 @dataclass(frozen=True, eq=False)
 class PerplexityResult:
     """Perplexity of one model on one set of documents, at several lengths; false if nothing was measured.
@@ -37,10 +68,11 @@ class PerplexityResult:
     Attributes:
         ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens). The protocol
             `prefix` scores the targets at positions 1 … N−1 of each document, because position 0 has no
-            context. Protocols that average windows give exp(mean of their mean losses).
+            context. Protocols that average windows give exp(mean of their mean losses). A control whose
+            blocks are not all targets beyond the window gives an estimate of that: they stand for the others.
         tokens: number of scored tokens by length, (N − 1) × `documents` for `prefix`.
         block_nll: float64 `[documents, blocks]`, the sum of each document's losses in nats in blocks of
-            positions that begin at `block_starts`, from the pass over the longest length, to five decimals.
+            positions, see `block_edges`, from the pass over the longest length, to five decimals.
             Positions count from the start of the document for `prefix` and `cropped`, else of the window.
         block_terms: int64, the number of losses in each of these sums.
         protocol: its name, as in `rope_extend.evaluation.protocols`.
@@ -53,8 +85,11 @@ class PerplexityResult:
         seconds: wall time of all documents.
         peak_memory_bytes: peak allocation on CUDA; elsewhere the peak resident size of the process so far.
         stride, last: settings of the protocol in tokens, if it has them.
+        blocks: number of blocks of targets beyond the window, for `cropped`.
+        edges: positions at which blocks begin in addition to `block_starts`, see `control_edges`.
         document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
-            windows, for protocols that average windows). Intervals and paired comparisons need it.
+            windows, for protocols that average windows; as estimated, for `cropped`). Intervals and paired
+            comparisons need it.
         document_terms: number of losses (or windows) in each of these sums.
         document_names: name of each document, without its directory.
         losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
@@ -76,6 +111,8 @@ class PerplexityResult:
     peak_memory_bytes: int = 0
     stride: int | None = None
     last: int | None = None
+    blocks: int | None = None
+    edges: list[int] = field(default_factory=list)
     document_nll: dict[int, list[float]] = field(default_factory=dict)
     document_terms: dict[int, list[int]] = field(default_factory=dict)
     document_names: list[str] = field(default_factory=list)
@@ -96,7 +133,7 @@ class PerplexityResult:
     @property
     def block_edges(self) -> Counts:
         """First position of each block, and the end of the last; the measured lengths are among them."""
-        return np.append(block_starts(self.ppl), self.max_length)
+        return np.append(np.union1d(block_starts(self.ppl), np.array(self.edges, np.int64)), self.max_length)
 
     def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
         """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
@@ -108,17 +145,60 @@ class PerplexityResult:
         return self.block_nll[:, part].sum(1), self.block_terms[:, part].sum(1)
 
     def same_targets(self, other: PerplexityResult) -> bool:
-        """Whether both scored the same targets of the same texts: `cropped` has those of `prefix`."""
+        """Whether both scored the same targets of the same texts: a control is one of `prefix`."""
         one, two = (
             ("prefix" if each.cropped else each.protocol, each.stride, each.last, each.data)
             for each in (self, other)
         )
         return bool(self) and one == two
 
-    def same_blocks(self, other: PerplexityResult) -> bool:
-        """Whether both scored the same targets, and have their losses in the same blocks."""
-        measured = self.block_nll.size > 0 and other.block_nll.size > 0 and self.same_targets(other)
-        return measured and np.array_equal(self.block_edges, other.block_edges)
+    def on_targets_of(self, control: PerplexityResult) -> CommonTargets | None:
+        """The losses of both on the targets of a control; None if their texts or protocols differ.
+
+        Also None if the control scored a part of a block whose losses this result has as one sum.
+        """
+        same = self.same_targets(control) and self.block_nll.shape[0] == control.block_nll.shape[0] > 0
+        if not (control.cropped and same and self.max_length == control.max_length):
+            return None
+        edges = np.intersect1d(self.block_edges, control.block_edges)[:-1]
+
+        def sums(result: PerplexityResult, values: Any) -> Any:
+            return np.add.reduceat(values, np.searchsorted(result.block_edges, edges), axis=1)
+
+        scored, terms = sums(control, control.block_terms), sums(self, self.block_terms)
+        if ((scored > 0) & (scored != terms)).any():
+            return None
+        own = np.where(scored > 0, sums(self, self.block_nll), 0.0)
+        return CommonTargets(edges, sums(control, control.block_nll), own, scored)
+
+    def beyond(self, control: PerplexityResult, length: int) -> tuple[Floats, Floats, Counts]:
+        """Each document's losses on the control's targets from its window to `length`, and their number.
+
+        Returns:
+            The sums of the control and of this result in nats, `[documents]`; empty if the two cannot be
+            compared, or the control has no targets there.
+        """
+        common = self.on_targets_of(control)
+        if common is None or control.window is None:
+            return np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
+        part = slice(*np.searchsorted(common.edges, (control.window, length)))
+        first, second, terms = (each[:, part].sum(1) for each in common[1:])
+        some = slice(None if terms.all() else 0)
+        return first[some], second[some], terms[some]
+
+    def against(self, control: PerplexityResult) -> list[Difference]:
+        """How the losses differ from those of a control, the protocol `cropped`, on the control's targets.
+
+        At each length these are the targets from the control's window to that length, in the pass over the
+        longest one. Within the window both are predicted from the same tokens, which would only hide the
+        difference. Empty if the two cannot be compared: on other documents, or with other lengths.
+        """
+        sums = {length: self.beyond(control, length) for length in sorted(self.ppl)}
+        return [
+            paired(length, first.tolist(), second.tolist(), terms.tolist())
+            for length, (first, second, terms) in sums.items()
+            if terms.size
+        ]
 
     @property
     def cropped(self) -> bool:
@@ -127,9 +207,14 @@ class PerplexityResult:
 
     @property
     def settings(self) -> dict[str, int]:
-        """The settings of the protocol: `window`, `stride` or `last`, in tokens."""
-        values = {"window": self.window, "stride": self.stride, "last": self.last}
+        """The settings of the protocol: `window`, `stride` and `last` in tokens, and `blocks`."""
+        values = {"window": self.window, "blocks": self.blocks, "stride": self.stride, "last": self.last}
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def measured_by(self) -> str:
+        """The protocol with its settings, such as `sliding stride=256`."""
+        return " ".join([self.protocol, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def interval(self, length: int) -> tuple[float, float] | None:
         """95 % interval of the perplexity at a length, over documents; None for fewer than three."""
@@ -145,6 +230,8 @@ class PerplexityResult:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+        if values.get("protocol") == "cropped" and values.get("blocks") is None:
+            values = {**values, "protocol": "cropped-half"}  # its name before there was another
         made = cls(**_fields(cls, values))
         protocol_named(made.protocol)
         _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
@@ -310,7 +397,7 @@ class EvaluationRow:
         controls = [row for row in rows if row.cropped and row.method == "none"]
         if self.adapter is None:
             controls = [row for row in controls if row.adapter is None]
-        return min((row for row in controls if self.result.same_blocks(row.result)), key=rank, default=None)
+        return min((row for row in controls if self.result.against(row.result)), key=rank, default=None)
 
     @property
     def is_extended(self) -> bool:

@@ -205,14 +205,14 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
     crop, config = cell.row.crop, measurement.config
     protocol, settings = config.protocol, config.window_settings
     if crop is not None:
-        protocol, settings = "cropped", WindowSettings(window=crop)
+        protocol, settings = "cropped", WindowSettings(window=crop, blocks=config.control_blocks)
     chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     return perplexity(
         model,
         measurement.documents[cell.number],
         measurement.lengths,
         protocol=protocol,
-        options=RunOptions(chunk, bar),
+        options=RunOptions(chunk, bar, config.control_blocks),
         **settings,
     )
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.prompts import Draft, Task
+from rope_extend.evaluation.prompts import Draft, Starts, Task
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 """The filler of 2305.16300, used by the passkey test of 2306.15595 and by RULER (2404.06654)."""
@@ -56,14 +56,14 @@ class Passkey(Task):
 
     name: ClassVar[str] = "passkey"
 
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """The prompt of figure 3 in 2306.15595, or a page of code-like lines."""
         if self.template == "demo":
             key = "".join(str(rng.randint(int(digit == 0), 9)) for digit in range(5))
             # More lines than needed: a line has more than four tokens.
             filler = "".join(f"{_code_line(rng)}\n" for _ in range(tokens // 4 + 16))
             needle = f"# Remember the pass key.\nPASS_KEY = {key}\n"
-            hidden = _with_needles(filler, [(depth, needle)], "\n")
+            hidden = _with_needles(filler, [(depth, needle)], "\n", starts)
             # The answer directly follows the lead, on the line after the question.
             question, lead = "# What is the pass key?", "\nPASS_KEY = "
             return Draft("", lambda size: DEMO_START + hidden(size), question, lead, (key,))
@@ -72,7 +72,7 @@ class Passkey(Task):
         return Draft(
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I "
             "will quiz you about the important information there.",
-            _with_needles(FILLER, [(depth, needle)], "\n"),
+            _with_needles(_haystack((), rng), [(depth, needle)], "\n", starts),
             "What is the pass key?",
             " The pass key is",
             (key,),
@@ -104,7 +104,7 @@ class Needle(Task):
 
     name: ClassVar[str] = "needle"
 
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """The number of the word in question at `depth`, all other numbers at random depths."""
         text = _haystack(self.haystack, rng)
         adjectives, nouns = rng.sample(_ADJECTIVES, self.keys), rng.sample(_NOUNS, self.keys)
@@ -119,7 +119,7 @@ class Needle(Task):
         return Draft(
             "A special magic number is hidden within the following text. "
             "Make sure to memorize it. I will quiz you about the number afterwards.",
-            _with_needles(text, list(zip(depths, needles, strict=True)), " "),
+            _with_needles(text, list(zip(depths, needles, strict=True)), " ", starts),
             f"What is the special magic number for {topic}?",
             f" The special magic number for {topic} is",
             (numbers[0],),
@@ -155,7 +155,7 @@ class VariableTracking(Task):
     name: ClassVar[str] = "variable_tracking"
     has_depth: ClassVar[bool] = False
 
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """Chains at random depths, with the links of each in order."""
         text, links = _haystack(self.haystack, rng), self.hops + 1
         letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -169,7 +169,7 @@ class VariableTracking(Task):
             needles += zip(sorted(rng.random() for _ in lines), lines, strict=True)
         return Draft(
             "Memorize and track the chain(s) of variable assignment hidden in the following text.\n",
-            _with_needles(text, needles, "\n"),
+            _with_needles(text, needles, "\n", starts),
             f"Question: Find all variables that are assigned the value {numbers[0]} in the text above.",
             " Answer: According to the chain(s) of variable assignment in the text above, "
             f"{links} variables are assigned the value {numbers[0]}, they are: ",
@@ -199,7 +199,7 @@ class ManyShot(Task):
     has_depth: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
 
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """Examples in lines, and the lines that are questions."""
         labels: dict[str, str] = {}
         while len(labels) < self.words:
@@ -239,7 +239,7 @@ class Definition(Task):
 
     name: ClassVar[str] = "definition"
 
-    def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
+    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """The package, read as a ring and turned so that the file with the definition begins at `depth`."""
         least = _CHARACTERS_OF_A_TOKEN * tokens
         candidates = [text for text in self.haystack if len(text) >= least and _definitions(text)]
@@ -262,7 +262,15 @@ class Definition(Task):
         )  # the line of the definition is in the prompt, also at its end
 
         def context(size: int) -> str:
-            before = min(round(depth * size), max(0, size - reach))
+            end = ring[-(1 << size.bit_length()) :]  # few lengths, because each text is tokenized
+            first, last = starts(ring[: len(end)]), starts(end)
+
+            def share(before: int) -> float:
+                """The share of the tokens that are before the file, if `before` characters are."""
+                earlier = len(last) - bisect_left(last, len(end) - before)
+                return earlier / max(1, earlier + bisect_left(first, size - before))
+
+            before = min(bisect_left(range(size), depth, key=share), max(0, size - reach))
             return ring[len(ring) - before :] + ring[: size - before]
 
         return Draft(
@@ -325,8 +333,19 @@ def make_tasks(
     ]
 
 
-def _with_needles(source: str, needles: Sequence[tuple[float, str]], separator: str) -> Callable[[int], str]:
+def _with_needles(
+    source: str, needles: Sequence[tuple[float, str]], separator: str, starts: Starts
+) -> Callable[[int], str]:
     """Takes a size in characters; returns that much of `source`, repeated, with needles at their depths."""
+
+    def offset(depth: float, size: int) -> int:
+        """The character where the token begins that has this share of the tokens before it."""
+        # Few lengths, because each text is tokenized.
+        tokens = starts(source[: 1 << size.bit_length()]) or [0]
+        copies, rest = divmod(size, len(source))
+        total = copies * len(tokens) + bisect_left(tokens, rest)
+        copies, token = divmod(round(depth * total), len(tokens))
+        return min(size, copies * len(source) + tokens[token])
 
     def context(size: int) -> str:
         text = (source * (size // len(source) + 1))[:size]
@@ -335,7 +354,7 @@ def _with_needles(source: str, needles: Sequence[tuple[float, str]], separator: 
             ends.append(size)
         # The last needle first, so that the offsets of the needles before it stay valid.
         for depth, needle in sorted(needles, key=lambda pair: pair[0], reverse=True):
-            at = _break_near(text, ends, round(depth * size))
+            at = _break_near(text, ends, offset(depth, size))
             left = text[:at]
             if left and not left.endswith((separator, "\n")):
                 left = left.rstrip(" ") + separator
@@ -356,12 +375,12 @@ def _break_near(text: str, ends: Sequence[int], offset: int) -> int:
 
 
 def _haystack(texts: Sequence[str], rng: random.Random) -> str:
-    """One of the texts, starting at a random sentence; the filler without texts."""
-    if not texts:
-        return FILLER
-    text = rng.choice(texts)
+    """One of the texts, or the filler without texts, starting at a random sentence."""
+    text = rng.choice(texts) if texts else FILLER
     starts = [0, *(match.end() for match in _SENTENCE_END.finditer(text))]
     start = rng.choice(starts)
+    if not texts:
+        return text[start:] + text[:start]
     return f"{text[start:].rstrip()}\n{text[:start]}".rstrip() + "\n"
 
 

@@ -90,7 +90,7 @@ def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str]
 def _gain(comparison: Comparison) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below."""
     control, change = comparison.first, comparison.longest
-    at = f"from {format_length(control.trained_length or 0)} to {format_length(change.length)}"
+    at = f"from {format_length(comparison.beyond or 0)} to {format_length(change.length)}"
     if not math.isfinite(control.result.ppl[change.length]):
         return f"{at}, {control.label} has no finite perplexity", None
     if not math.isfinite(change.ratio):

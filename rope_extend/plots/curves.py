@@ -52,18 +52,21 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     longest = max((row.result.max_length for row in rows), default=1)
     controls = {id(row): row.control_in(rows) for row in rows}
     for row, style in line_styles(rows):
-        positions, means = loss_by_group(row.result)
-        if any(controls.values()):
-            control = controls[id(row)]
-            means = means - (loss_by_group(control.result)[1] if control else math.nan)
-        draw_line(axes, positions, means, **style)
+        control, result = controls[id(row)], row.result
+        edges, losses, terms = result.block_edges[:-1], result.block_nll, result.block_terms
+        if control is not None:
+            edges, before, after, terms = result.on_targets_of(control.result)
+            losses = after - before
+        elif any(controls.values()):
+            losses = losses * math.nan
+        draw_line(axes, *loss_by_group(edges, losses, terms, result.max_length), **style)
     if any(controls.values()):
         label = f"{label}, minus that of the cropped context"
         axes.set_yscale("symlog", linthresh=0.1)
         axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.05, 0, 0.05, 0.1, 1, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel(label, color=INK)
-    in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
+    in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)
     text = f"position in the {'document' if in_documents else 'window'}, tokens"
     length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)
     axes.set_xlim(0, longest)
@@ -71,13 +74,19 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     return canvas.save()
 
 
-def loss_by_group(result: Any) -> tuple[Floats, Floats]:
-    """The middle of each of at most 24 groups of blocks, and its mean loss; NaN if nothing was scored."""
-    if not result.block_nll.size:
+def loss_by_group(edges: Any, losses: Any, terms: Any, longest: int) -> tuple[Floats, Floats]:
+    """The middle of each of at most 24 groups of blocks and its mean loss, for groups that have targets.
+
+    Args:
+        edges: int64 `[blocks]`, the first position of each block; the last one ends at `longest`.
+        losses: float64 `[documents, blocks]`, sums of losses.
+        terms: int64 `[documents, blocks]`, the number of losses in each.
+    """
+    if not losses.size:
         return np.zeros(0), np.zeros(0)
-    edges = result.block_edges
-    starts = np.unique(np.searchsorted(edges, np.linspace(0, result.max_length, 25)[:-1]))
-    ends = np.append(starts[1:], len(edges) - 1)
-    sums, terms = (np.add.reduceat(each.sum(0), starts) for each in (result.block_nll, result.block_terms))
-    means = np.divide(sums, terms, out=np.full(len(sums), np.nan), where=terms > 0)
-    return (edges[starts] + edges[ends]) / 2, means
+    starts = np.unique(np.searchsorted(edges, np.linspace(0, longest, 25)[:-1]))
+    starts = starts[starts < len(edges)]
+    ends = np.append(edges[starts[1:]], longest)
+    sums, counts = (np.add.reduceat(each.sum(0), starts) for each in (losses, terms))
+    found = counts > 0
+    return ((edges[starts] + ends) / 2)[found], sums[found] / counts[found]

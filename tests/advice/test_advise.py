@@ -296,6 +296,9 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     for command in measuring:
         words = shlex.split(command)
         assert parse(words[1:])
+        if words[1] == "compare":  # the control, and the trained row: stock has no such yarn
+            assert words[4:] == ["--row", "as-is", "--row", "longrope + LoRA"]
+            continue
         assert words[words.index("--methods") + 1] == methods
     notes = " ".join(advice.notes)
     if start == "current":

@@ -82,8 +82,8 @@ def test_rows_that_cannot_be_compared_are_refused() -> None:
         (first, measured("b", model, [32]), "on different texts"),
         (
             first,
-            measured("b", model, protocol="cropped", window=8),
-            r"by different protocols \(prefix and cropped window=8\)",
+            replace(first, label="b", result=replace(first.result, protocol="sliding", stride=8)),
+            r"by different protocols \(prefix and sliding stride=8\)",
         ),
         (first, row("b", None, 1.0, lengths=(32, 128), data=first.result.data), "have no length"),
         (first, prompts, "have no length, and no task and length, in common"),
@@ -93,6 +93,17 @@ def test_rows_that_cannot_be_compared_are_refused() -> None:
     ):
         with pytest.raises(RopeExtendError, match=message):
             compare(one, second)
+
+
+def test_a_control_is_the_first_row_of_a_comparison_on_its_targets() -> None:
+    """As `advise` asks of two runs, whichever the user names first."""
+    model = tiny()
+    row, control = measured("a", model), measured("c", model, protocol="cropped", window=8)
+    for found in (compare(row, control), compare(control, row)):
+        assert (found.first, found.second) == (control, row)
+        assert found.differences == row.result.against(control.result) != []
+        (table,) = comparison_parts([found])
+        assert table.heading == "Perplexity beyond 8, divided by that of c"
 
 
 def test_rows_of_runs_are_paired_by_label() -> None:

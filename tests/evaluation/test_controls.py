@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import logits, tokens
@@ -15,7 +16,7 @@ from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report import row
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend.checkpoint.info import info
@@ -89,6 +90,39 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
     assert against_cropped([rows[1]]) == []
     other = replace(rows[2], result=replace(rows[2].result, data="f" * 16))
     assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
+
+
+@pytest.mark.parametrize(("documents", "length"), [(10, 384), pytest.param(40, 1024, marks=pytest.mark.slow)])
+def test_the_unmodified_model_does_not_beat_its_own_control(documents: int, length: int) -> None:
+    """Read in windows of the same length, 16 tokens apart: `certain` is wrong in at most 3 of 100 samples."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    texts = rx.load_documents(
+        "demo:evaluation", tokenizer, min_tokens=length, max_documents=documents, max_tokens=length
+    )
+    slid = rx.perplexity(model, texts, 256, protocol="sliding", stride=16, save_losses=True, progress=False)
+    losses = np.pad(np.stack(slid.losses[256]), ((0, 0), (1, 0))).astype(np.float64)
+
+    def certain(protocol: str) -> int:
+        control = rx.perplexity(model, texts, [256, length], protocol=protocol, window=256, progress=False)
+        starts = control.block_edges[:-1]
+        whole = replace(
+            control, protocol="prefix", window=None, block_nll=np.add.reduceat(losses, starts, axis=1),
+            block_terms=np.add.reduceat(np.int64(losses > 0), starts, axis=1),
+        )  # fmt: skip
+        generator, found = np.random.default_rng(0), 0
+        for _ in range(100):
+            some = generator.choice(documents, documents // 2, replace=False)
+            first, second = (
+                replace(each, block_nll=each.block_nll[some], block_terms=each.block_terms[some])
+                for each in (control, whole)
+            )
+            found += second.against(first)[-1].certain
+        return found
+
+    assert certain("cropped") <= 3
+    if documents == 40:  # whose windows are half new
+        assert certain("cropped-half") > 3
 
 
 def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:

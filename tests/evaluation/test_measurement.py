@@ -160,6 +160,18 @@ def test_a_finished_measurement_gets_more_rows_and_documents(
     assert "4 finished cells in" in caplog.text
 
 
+def test_a_finished_retrieval_gets_more_prompts(tmp_path: Path) -> None:
+    """Those that are answered stay as they are."""
+    common = {"methods": ("none",), "lengths": (128,), "depths": 2, "cropped": False, "output": tmp_path}
+    config = RetrievalConfig(str(MODEL_DIR), trials=1, tasks=("passkey",), **common)
+    before = rx.retrieve(config, progress=False)[0].retrieval
+    lines = (tmp_path / "cells.jsonl").read_text()
+    after = rx.retrieve(replace(config, trials=3), resume=True, progress=False)[0].retrieval
+    assert (tmp_path / "cells.jsonl").read_text().startswith(lines)
+    assert [len(cell.scores) for cell in after.cells] == [3, 3]
+    assert [cell.scores[:1] for cell in after.cells] == [cell.scores for cell in before.cells]
+
+
 def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> None:
     """A report finds everything that an evaluation has measured on the same documents."""
     config = config_of(work, output=str(tmp_path / "out"))
@@ -167,6 +179,8 @@ def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> Non
     common = {name: getattr(config, name) for name in ("model", "data", "methods", "lengths", "output")}
     study = StudyConfig(**common, max_documents=2, target_length=128, tasks=[])
     assert Measurement(study).missing(tmp_path / "out") == []
+    fewer = Measurement(replace(study, control_blocks=3)).missing(tmp_path / "out")
+    assert {cell.row.label for cell in fewer} == {"none, cropped to 32"}
     found = rx.compare_methods(study, resume=True)
     assert [numbers(row.result) for row in found.rows] == [numbers(row.result) for row in rows]
 
@@ -327,9 +341,9 @@ def test_a_budget_stops_and_says_what_is_missing(
 ) -> None:
     config = config_of(work, output=str(tmp_path), budget=5.5)
     monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
-    # The cropped row has seven windows of a second, the others one.
+    # The cropped row has seventeen windows of a second, the others one.
     with monkeypatch.context() as patch:
-        patch.setattr(running, "_seconds", lambda work, done, begun: 9.0 if done >= 10 else 0.0)
+        patch.setattr(running, "_seconds", lambda work, done, begun: 9.0 if done >= 20 else 0.0)
         rows = rx.evaluate(config, progress=False)
     assert [row.result.documents for row in rows] == [1] * 4
     assert "Not measured yet" in (tmp_path / "report.md").read_text()

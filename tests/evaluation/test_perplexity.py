@@ -9,7 +9,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from cases import tiny_model
 from covering import few
+from family_cases import ALL_FAMILIES
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -18,9 +20,11 @@ from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, control_targets
 from rope_extend.evaluation.results import PerplexityResult
 
 VOCABULARY = 61
+BY_FAMILY = {case.model_type: case for case in ALL_FAMILIES}
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -73,6 +77,7 @@ def measure(
     chunk: int | str | None = None,
     chunk_bytes: int | None = None,
     batch_tokens: int | None = None,
+    control_blocks: int = CONTROL_BLOCKS,
     **settings,
 ) -> PerplexityResult:
     """`perplexity` in chunks of a window, chunks of logits and batches of windows of these sizes."""
@@ -81,7 +86,7 @@ def measure(
             if size is not None:
                 default = f"rope_extend.evaluation.loss_computer.default_{name}"
                 stack.enter_context(patch(default, lambda _, size=size: size))
-        options = RunOptions(chunk)
+        options = RunOptions(chunk, control_blocks=control_blocks)
         return perplexity(model, documents, lengths, progress=False, options=options, **settings)
 
 
@@ -102,13 +107,14 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
 
 
 def test_losses_of_long_texts_are_kept_in_blocks() -> None:
-    """They begin at multiples of 8 here, and at each length; those of the longest of several passes."""
+    """They begin at multiples of 8 here, at each length, and where targets of a control begin or end."""
     model, documents = tiny(), texts(1100, 1100)
     with rx.extend(model, 1100, method="dynamic_ntk"):
         result = measure(model, documents, [61, 1001, 1100])
         losses = torch.stack([naive_losses(model, document.input_ids) for document in documents]).double()
-    starts = sorted({*range(0, 1100, 8), 61, 1001})
-    assert result.block_edges[:-1].tolist() == starts
+    starts = result.block_edges[:-1].tolist()
+    targets = {end for window in (61, 1001) for ends in control_targets(window, 1100, 16) for end in ends}
+    assert starts == sorted({*range(0, 1100, 8), 61, 1001, *targets} - {1100})
     padded = torch.nn.functional.pad(losses, (1, 0)).numpy()
     np.testing.assert_allclose(result.block_nll, np.add.reduceat(padded, starts, axis=1), rtol=1e-5)
     assert result.block_terms.sum(1).tolist() == [1099, 1099]
@@ -150,35 +156,70 @@ def test_encodings_that_depend_on_length_get_a_pass_for_each_table(stock: bool, 
     assert result.ppl[128] != pytest.approx(plain.ppl[128], rel=1e-3)
 
 
-@pytest.mark.parametrize("window", [2, 7, 16, 31])
-@pytest.mark.parametrize("length", [15, 16, 40, 41])
-def test_cropped_scores_each_target_once_in_its_first_window(window: int, length: int) -> None:
+@pytest.mark.parametrize(("window", "length"), [(2, 41), (7, 15), (31, 16), (33, 100), (64, 256), (64, 81)])
+@pytest.mark.parametrize("blocks", [3, 16])
+def test_every_target_of_the_control_sees_nearly_the_whole_window(
+    window: int, length: int, blocks: int
+) -> None:
+    """It is the only one that can be a control: the unmodified model would beat one that sees less."""
     model, (document,) = tiny(), texts(length)
-    result = measure(model, [document], [length], protocol="cropped", window=window)
-    stride = window // 2
-    for target in range(1, length):
-        start = 0 if target < window else stride * math.ceil((target - window + 1) / stride)
-        assert target == 1 or start == 0 or window // 2 <= target - start < window  # its context
-        seen = document.input_ids[start : target + 1]
-        expected = naive_losses(model, seen)[-1].item()
-        assert result.block_nll[0, target] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert (result.protocol, result.window) == ("cropped", window)
+    result = measure(model, [document], [length], protocol="cropped", window=window, blocks=blocks)
+    assert (result.protocol, result.window, result.blocks) == ("cropped", window, blocks)
+    losses, whole = result.block_nll[0], min(window, length)
+    scored = np.flatnonzero(result.block_terms[0]).tolist()
+    np.testing.assert_allclose(losses[1:whole], naive_losses(model, document.input_ids[:whole]), rtol=1e-4)
+    assert scored[: whole - 1] == [*range(1, whole)]
+    beyond, size = scored[whole - 1 :], max(1, window // 16)
+    for target in beyond:
+        contexts = range(math.ceil(window * 15 / 16), window + 1)
+        seen = [document.input_ids[target - tokens : target + 1] for tokens in contexts]
+        expected = [naive_losses(model, each)[-1].item() for each in seen]
+        assert min(abs(losses[target] - each) for each in expected) < 1e-4
+    firsts = beyond[::size]
+    assert beyond == [target for first in firsts for target in range(first, min(first + size, length))]
+    assert len(firsts) == max(0, min(blocks, math.ceil((length - window) / size)))
+    assert np.ptp(np.diff(firsts)) <= size if len(firsts) > 1 else True  # spread evenly
+    # The perplexity is that of all targets: those beyond the window stand for the others.
+    mean = losses[beyond].mean() if beyond else 0.0
+    estimate = (losses[1:whole].sum() + mean * (length - whole)) / (length - 1)
+    assert result.ppl[length] == pytest.approx(math.exp(estimate), rel=1e-5)
 
 
+@pytest.mark.parametrize("family", [None, "gemma3", "mllama", "fuyu"])
 @pytest.mark.parametrize("begins", [True, False])
-def test_every_cropped_window_begins_with_bos_if_the_document_does(begins: bool) -> None:
-    """Else a model that needs BOS makes the control worse than it is, and the gain too large."""
-    model, (document,) = tiny(), texts(40)
-    model.config.bos_token_id = 5
+def test_every_window_of_the_control_begins_with_bos_if_the_document_does(
+    begins: bool, family: str | None
+) -> None:
+    """Else a model that needs BOS makes the control too bad. Composite configs have it further in."""
+    model = tiny() if family is None else tiny_model(BY_FAMILY[family])
+    (document,) = texts(40)
+    model.config.get_text_config().bos_token_id = 5
     ids = document.input_ids.clone()
     ids[0] = 5 if begins else 6
-    expected = []
-    for start in range(0, 25, 8):  # windows of 16
-        window = ids[start : start + 16].clone()
-        window[0] = 5 if begins else window[0]
-        expected.append(naive_losses(model, window)[7 if start else 0 :])
-    result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=16)
-    np.testing.assert_allclose(result.block_nll[0, 1:], torch.cat(expected), rtol=1e-5)
+    expected = [*naive_losses(model, ids[:32])]
+    for target in range(32, 40, 2):  # blocks of a sixteenth of the window
+        seen = ids[target - 31 : target + 2].clone()
+        seen[0] = 5 if begins else seen[0]
+        expected += naive_losses(model, seen)[-2:]
+    result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=32)
+    np.testing.assert_allclose(result.block_nll[0, 1:], torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "lengths"), [(32, [32, 2048]), (50, [50, 700]), (64, [100, 1024])])
+def test_a_row_is_compared_on_the_targets_of_its_control_alone(window: int, lengths: list[int]) -> None:
+    """Also where blocks of losses are longer than those of targets; a window is a length, or fits blocks."""
+    model, documents = tiny(), texts(lengths[1], lengths[1], lengths[1])
+    control = measure(model, documents, lengths, protocol="cropped", window=window, blocks=5)
+    result = measure(model, documents, lengths, save_losses=True, control_blocks=5)
+    (change,) = [each for each in result.against(control) if each.length == lengths[1]]
+    targets = [n for start, end in control_targets(window, lengths[1], 5) for n in range(start, end)]
+    own = [losses[np.array(targets) - 1].sum() for losses in result.losses[lengths[1]]]
+    theirs = control.block_nll[:, control.block_edges[:-1] >= window].sum(1)
+    assert change.nats == pytest.approx((sum(own) - theirs.sum()) / (3 * len(targets)), abs=1e-5)
+    assert (len(targets), change.documents) == (5 * (window // 16), 3)
+    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert again.against(PerplexityResult.from_dict(control.to_dict())) == result.against(control)
+    assert measure(model, texts(*lengths), lengths[:1]).against(control) == []  # another text
 
 
 def test_the_model_is_unchanged_afterwards() -> None:
@@ -232,7 +273,7 @@ def test_a_loss_that_is_not_a_number_is_logged(caplog: pytest.LogCaptureFixture)
         ({"protocol": "sliding"}, "stride must be at most 16, the shortest length; got 256"),
         ({"protocol": "last-k", "last": 4, "lengths": [50]}, "'text1', has 50"),  # one more token is needed
         ({"chunk": "ten"}, "'ten'"),
-        ({"protocol": "cropped", "window": 1}, "at least 2 tokens"),
+        ({"protocol": "cropped", "window": 1}, "window must be at least 2"),
         ({"documents": texts(50, vocabulary=500)}, "the model has 61 tokens"),
     ],
 )

@@ -14,12 +14,18 @@ import numpy as np
 import pytest
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.collecting import collect
+from rope_extend.evaluation.collecting import collect, merged
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import card_results, csv_table, read_results, write_report
 from rope_extend.evaluation.report_parts import table_parts
-from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.results import (
+    Cell,
+    EvaluationRow,
+    PerplexityResult,
+    RetrievalResult,
+    control_edges,
+)
 from rope_extend.plots.curves import plot_perplexity
 from rope_extend.plots.style import Canvas
 from rope_extend.report.page import Picture, markdown, page
@@ -69,7 +75,7 @@ def several_rows() -> list[EvaluationRow]:
         row("YaRN", "yarn", 3.0),
         row("linear + LoRA", "linear", 2.02, "runs/linear"),
         row("YaRN + LoRA", "yarn", 2.01, "runs/yarn"),
-        row("LoRA, cropped", None, 2.0, "runs/none", protocol="cropped", window=32),
+        row("LoRA, cropped", None, 2.0, "runs/none", protocol="cropped", window=32, blocks=16),
         row("short", "ntk", 2.5, lengths=(32, 64)),
     ]
 
@@ -362,6 +368,19 @@ def rows_of(cells: list[dict[str, Any]]) -> list[EvaluationRow]:
 def measured(name: str) -> list[Any]:
     """The tables of the committed cells of a measurement."""
     return table_parts(rows_of(committed(name)))
+
+
+def test_the_control_of_an_earlier_version_has_a_name_of_its_own() -> None:
+    """Its windows were half new. It is not merged with another, and the rows next to it stay as they are."""
+    old, new = (row("c", "none", 2.0, protocol="cropped", window=32, blocks=n) for n in (None, 16))
+    old = EvaluationRow.from_dict(old.to_dict())
+    assert old.result.measured_by == "cropped-half window=32"
+    with pytest.raises(
+        RopeExtendError, match="by two protocols, cropped-half window=32 and cropped window=32"
+    ):
+        merged([old.result, new.result])
+    for lengths in ([8192, 12_288, 16_384], [8192, 16_384, 32_768]):  # of the committed cells
+        assert control_edges(lengths, 16) == []
 
 
 def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class Oracle(LlamaForCausalLM):
 
 def measured(model: Any, *, crop: int | None = None, **changes: Any) -> RetrievalResult:
     """The answers to all prompts of a task and length at once, as a row of a report."""
-    options: dict[str, Any] = {"depths": 3, "trials": 2, **changes}
-    options["depths"] = depths_from(options["depths"])
+    options: dict[str, Any] = {"depths": (0, 0.5, 1), "trials": 2, **changes}
+    options["depths"], options["spread"] = depths_from(options["depths"])
     tasks, lengths = options.pop("tasks", [Passkey()]), options.pop("lengths", [256, 512])
     cells = []
     for task, length in product(tasks, lengths):
@@ -85,7 +85,7 @@ def measured(model: Any, *, crop: int | None = None, **changes: Any) -> Retrieva
 
 
 def prompt_rows(length: int, **options: Any) -> list[list[int]]:
-    options["depths"] = depths_from(options["depths"])
+    options["depths"], options["spread"] = depths_from(options["depths"])
     prompts = make_prompts(DEMO, TOKENIZER, length, Prompts(**options))
     return [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
 
@@ -123,7 +123,9 @@ def test_answers_in_place_are_those_of_one_forward(crop: int | None) -> None:
     """The oracle: the logits of stock transformers at the tokens that are in an answer's characters."""
     model = tiny_llama(vocab_size=len(TOKENIZER))
     torch.nn.init.normal_(model.lm_head.weight)
-    (prompt,) = make_prompts(ManyShot(questions=8), TOKENIZER, 900, Prompts(depths=(0.5,), trials=1))
+    (prompt,) = make_prompts(
+        ManyShot(questions=8), TOKENIZER, 900, Prompts(depths=(0.5,), spread=0, trials=1)
+    )
     encoded = TOKENIZER(prompt.text, return_offsets_mapping=True)
     start = 0 if crop is None else len(encoded["input_ids"]) - crop
     ids, spans = encoded["input_ids"][start:], encoded["offset_mapping"][start:]

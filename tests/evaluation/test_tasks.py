@@ -2,6 +2,7 @@
 
 import copy
 import re
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from transformers import AutoTokenizer
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import prompts
-from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
+from rope_extend.evaluation.prompts import (
+    Prompt,
+    Prompts,
+    Task,
+    depths_from,
+    encode,
+    make_prompt,
+    make_prompts,
+    uses_chat,
+)
 from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, VariableTracking, make_tasks
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
@@ -64,9 +74,13 @@ def test_prompts_have_the_exact_number_of_tokens(task: Task, tokenizer: Any) -> 
         assert len(read) == prompt.tokens == length - task.new_tokens
 
 
+MIXED = BOOK[:6000] + "".join(f"x_{n} = {{'k': [{n}, {n * n}], 'q': '#%$'}}\n" for n in range(200))
+"""Prose, and then code, which has more tokens in as many characters."""
+
+
 @settings(max_examples=20, deadline=None)
 @given(
-    number=st.integers(0, len(WITH_DEPTH) - 1),
+    number=st.integers(0, len(WITH_DEPTH)),
     length=st.integers(400, 3000),
     depth=st.floats(0, 1),
     trial=st.integers(0, 999),
@@ -74,20 +88,32 @@ def test_prompts_have_the_exact_number_of_tokens(task: Task, tokenizer: Any) -> 
 def test_the_needle_is_at_its_depth_and_its_answer_nowhere_else(
     number: int, length: int, depth: float, trial: int
 ) -> None:
-    task = WITH_DEPTH[number]
+    task = [*WITH_DEPTH, *make_tasks(["needle"], haystack=[MIXED])][number]
     prompt = make_prompt(task, PLAIN, length, depth, trial)
     assert len(encode(PLAIN, prompt.text, False)) == length - task.new_tokens
     published = isinstance(task, Passkey) and task.template == "published"
     for answer in prompt.answers:  # the published needle says its key twice
         assert prompt.text.count(answer) == (2 if published else 1)
-    # The offset of the answer in characters, between the first and the last line of the prompt.
-    place, start = (
-        prompt.text.index(prompt.answers[0]),
-        prompt.text.find("\n") * ("hidden" in prompt.text[:80]),
-    )
-    stop = prompt.text.rfind("\n", 0, prompt.text.rfind("What "))
+    # The offset of the answer in tokens, between the first and the last line of the prompt.
+    first = prompt.text.find("\n") * ("hidden" in prompt.text[:80])
+    last = prompt.text.rfind("\n", 0, prompt.text.rfind("What "))
+    ends = (prompt.text.index(prompt.answers[0]), first, last)
+    place, start, stop = (len(encode(PLAIN, prompt.text[:end], False)) for end in ends)
     needles = len(re.findall(r"magic numbers for [\w-]+ is:", prompt.text))  # they shift each other
-    assert abs(place - (start + depth * (stop - start))) <= 160 + 80 * needles
+    assert abs(place - (start + depth * (stop - start))) <= 80 + 40 * needles
+
+
+@pytest.mark.parametrize("task", WITH_DEPTH, ids=name_of)
+def test_no_two_prompts_of_a_part_are_near_copies(task: Task) -> None:
+    """Else an interval over them says more than was measured. Each trial draws its depth in the part."""
+    depths, spread = depths_from(4)
+    assert (depths, spread) == ((0.125, 0.375, 0.625, 0.875), 0.25)
+    made = make_prompts(task, PLAIN, 1100, Prompts(depths=depths, spread=spread, trials=6))
+    assert len({prompt.drawn for prompt in made}) == 24
+    assert all(abs(prompt.drawn - prompt.depth) <= spread / 2 for prompt in made)
+    for depth in depths:
+        texts = [re.sub(r"\d{4,}", "", prompt.text) for prompt in made if prompt.depth == depth]
+        assert len({*texts}) == 6  # without their numbers
 
 
 def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
@@ -227,6 +253,23 @@ def test_a_chat_template_encloses_everything_except_the_lead() -> None:
     assert not uses_chat(PLAIN)
     with pytest.raises(RopeExtendError, match="no chat template"):
         uses_chat(PLAIN, "on")
+
+
+def test_chat_templates_have_the_same_date_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.2's asks for today: a measurement could not be resumed or compared tomorrow."""
+    dated = copy.deepcopy(CHATTY)
+    dated.chat_template = (
+        "\n  {%- if strftime_now is defined %}{% set day = strftime_now('%d %b %Y, %Y-%m-%d') %}{% endif %}"
+        "{{ day }}\n" + CHATTY.chat_template
+    )
+    texts = set()
+    for year in (2031, 2032):
+        today = type("Day", (datetime,), {"now": classmethod(lambda cls, year=year: datetime(year, 1, 2))})
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
+        assert str(year) in dated.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        texts.add(make_prompt(Passkey(), dated, 300).text)
+    (text,) = texts
+    assert text.startswith("26 Jul 2024, 2024-07-26\n<|endoftext|>[user]\nThere is")
 
 
 def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:
