@@ -219,11 +219,11 @@ class AttentionHandler:
         unknown = is_text & ~by_column & ~counted
         if bool(unknown.any()):
             row = int(unknown.flatten().nonzero()[0])
+            here, cached = int(position[row]), int(seen.expand(rows, -1)[row])
             raise PatchError(
                 f"{self.encoding} counts the positions of cached tokens back from the next one, but the token "
-                f"at position {int(position[row])} sees {int(seen.expand(rows, -1)[row])} cached tokens: their "
-                f"positions have gaps, overlap, or do not begin at 0; use use_cache=False, or positions that "
-                f"count the tokens of each row"
+                f"at position {here} sees {cached} cached tokens: their positions have gaps, overlap, or do "
+                f"not begin at 0; use use_cache=False, or positions that count the tokens of each row"
             )
         keys = torch.where(by_column, dropped + torch.arange(past), position - after).clamp(min=0)
         return torch.cat([keys, queries.expand(rows, -1)], dim=1)
