@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, logits, same, tokens
-from cases import ALTERNATIVES, KINDS, REMAPS, TARGET, FamilyCase, tiny_model
+from cases import ALTERNATIVES, KINDS, TARGET, FamilyCase, tiny_model
 from covering import few
-from test_attention import INSIDE
+from test_biases import stir
+from test_modes import METHODS as INSIDE_AND_REMAPS
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import rope_extend as rx
 from rope_extend.errors import PatchError
-from rope_extend.models.view import shape_of
 
 FAMILIES = {
     "full": FamilyCase("llama", {"head_dim": 16}),
@@ -33,8 +33,7 @@ FAMILIES = {
     "pairs": FamilyCase("glm", {"head_dim": 32, "pad_token_id": 0}),
 }
 METHODS: dict[str, Callable[[Any], rx.Encoding]] = {
-    **{name: lambda _, values=values: rx.Encoding.from_dict(values) for name, values in INSIDE.items()},
-    **{str(case): lambda model, case=case: case.build(shape_of(model)) for case in REMAPS},
+    **INSIDE_AND_REMAPS,
     **{str(case): lambda _, case=case: case.build() for case in ALTERNATIVES if "linear" not in case.name},
     "near_far(dynamic_ntk)": lambda _: rx.encoding(
         "near_far", far=rx.encoding("dynamic_ntk", factor=2.0, step=0.0), window=8
@@ -71,14 +70,15 @@ def positions(mask: Tensor, pick: random.Random, *, by_column: bool) -> Tensor |
     return pick.choice([None, *(torch.where(mask == 1, counted, each) for each in of_padding)])
 
 
-@pytest.mark.parametrize(("method", "family"), few(product(METHODS, FAMILIES), 5))
+@pytest.mark.parametrize(("method", "family"), few(product(METHODS, FAMILIES), 5, 4))
 @torch.no_grad()
 def test_chats_equal_one_forward_and_rows_alone(method: str, family: str) -> None:
     model = model_of(family)
     caches: list[Any] = [DynamicCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 400)]
     if method == "sinks" and family in ("full", "pairs"):
         caches = [lambda config: rx.sink_cache(model), *caches]
-    with rx.patch_model(model, METHODS[method](model), target_length=TARGET):
+    with rx.patch_model(model, METHODS[method](model), target_length=TARGET) as patch:
+        stir(patch)
         model.set_attn_implementation("sdpa")
         alone = torch.cat([logits(model, text[None]) for text in TEXTS])
         for chat in range(CHATS):
