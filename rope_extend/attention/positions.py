@@ -221,9 +221,9 @@ class AttentionHandler:
             row = int(unknown.flatten().nonzero()[0])
             here, cached = int(position[row]), int(seen.expand(rows, -1)[row])
             raise PatchError(
-                f"{self.encoding} counts the positions of cached tokens back from the next one, but the token "
-                f"at position {here} sees {cached} cached tokens: their positions have gaps, overlap, or do "
-                f"not begin at 0; use use_cache=False, or positions that count the tokens of each row"
+                f"{self.encoding} counts the positions of cached tokens back from the next one, but the "
+                f"token at position {here} sees {cached} cached tokens: their positions have gaps, overlap, "
+                f"or do not begin at 0; use use_cache=False, or positions that count the tokens of each row"
             )
         keys = torch.where(by_column, dropped + torch.arange(past), position - after).clamp(min=0)
         return torch.cat([keys, queries.expand(rows, -1)], dim=1)

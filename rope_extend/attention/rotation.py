@@ -206,16 +206,13 @@ class RotationHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair."""
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
-        held, remaps = held_layer(call.key), self.encoding.remaps
-        plain = held is None and forward.plain
-        if plain and forward.scale is None:
-            return call.own(call.query, call.key, call.value, call.mask)
-        if remaps and held is None and self._is_short(attention_window(call.module)):
+        held = held_layer(call.key)
+        if self.encoding.remaps and held is None and self._is_short(attention_window(call.module)):
             return call.own(call.query, call.key, call.value, call.mask)
         if forward.scale is not None:
             scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
             call = replace(call, query=call.query * scale)
-        if plain:
+        if held is None and forward.plain:
             return call.own(call.query, call.key, call.value, call.mask)
         if held is None:
             keys = self.keys_of_call(call, forward)
