@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rope_extend.attention.functions import attention_modules, attention_window, remove_handlers
 from rope_extend.attention.handlers import handler_for
-from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.positions import AttentionHandler, count_tokens_only
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
 from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
@@ -155,6 +155,8 @@ class Patch(Removable):
         if getattr(decoder, LEARNED, None) is not None:
             self._undo.set(decoder, LEARNED, None)
         handler = handler_for(self.encoding, self.shape, base, adapter)
+        if handler is not None or self.rotary.start_tokens:  # more than the distance of two tokens counts
+            count_tokens_only(decoder, self._undo)
         if handler is None:
             return
         self._handler, self.learned = handler, handler.learned

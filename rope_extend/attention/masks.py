@@ -22,14 +22,14 @@ def visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
-def visible_to(call: AttentionCall, query: int, columns: int) -> Tensor | None:
-    """Which of the first `columns` keys a query of a call sees, bool `[1 or batch, columns]` on the CPU.
+def shown_to(call: AttentionCall, query: int | Tensor, columns: int) -> Tensor:
+    """Which of the first `columns` keys a query of each row sees, bool `[1 or batch, columns]` on the CPU.
 
-    None if there is no mask, or in a dry run, where masks are causal.
+    All of them if there is no mask, or in a dry run, where masks are causal. `query` is one, or `[batch]`.
     """
     if call.mask is None or call.mask.is_meta:
-        return None
-    return visible(call.mask[:, 0, min(query, call.mask.shape[2] - 1), :columns]).cpu()
+        return torch.ones(1, columns, dtype=torch.bool)
+    return visible(call.mask[torch.arange(len(call.mask)), 0, query, :columns]).cpu()
 
 
 def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:

@@ -1,23 +1,28 @@
-"""The positions of the queries and keys of an attention call, read off the call alone.
+"""The positions of the queries and keys of an attention call, read off the call and its cache.
 
-The positions of the queries come with the call. Those of the keys follow from them:
+The positions of the queries come with the call. A cache does not keep positions. Those of cached keys follow
+from the first new token of each row that is no padding:
 
-- without a cache, keys are at the positions of the queries;
-- with one, a cached key is as many positions before the first query as there are visible keys after it. Or
-  its position is its column, where positions count padding too.
+- if its position is its column, counted from the first one of the cache, so is that of each key before it;
+- otherwise, each key that it sees is one position before the next such key.
 
-That holds for padding on the left and on the right, for beams, and for caches that were cropped, reordered or
-have empty slots. It does not hold if cached positions have gaps: then it is refused.
+The first holds if positions count padding too, the second if they count tokens only, wherever the padding is.
+So caches may be cropped, reordered or partly empty. If cached positions have gaps, the call is refused: then
+the position of the token is not the number of keys that it sees. Where a window hides some of these, the call
+is refused if the position is beyond the column.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import (
@@ -28,7 +33,7 @@ from rope_extend.attention.functions import (
     handing_over,
     handled_implementation,
 )
-from rope_extend.attention.masks import visible, visible_to
+from rope_extend.attention.masks import shown_to, visible
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
@@ -113,8 +118,9 @@ class AttentionHandler:
         self._last_layer = max((int(module.layer_idx) for module in modules), default=-1)
         for config in add_handler(self, modules, undo):
             self.check_implementation(config._attn_implementation)
-        if decoder.config.model_type in self.adapter.hides_positions:
-            for module in modules:
+        for module in modules:
+            undo.hook(module, give_cache)
+            if decoder.config.model_type in self.adapter.hides_positions:
                 undo.hook(module, give_positions)
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
@@ -173,68 +179,107 @@ class AttentionHandler:
     def keys_of_call(self, call: AttentionCall, forward: Forward) -> Tensor:
         """The positions `[1 or batch, K]` of the keys of a call, without the empty slots of a static cache.
 
-        Computed once for all layers with the same mask and as many keys.
+        Computed once for all layers with the same mask and window, and as many keys.
 
         Raises:
             PatchError: the positions of cached keys have gaps.
         """
-        columns = call.key.shape[2]
+        columns, window = call.key.shape[2], attention_window(call.module)
+        total = forward.once("total", compute=partial(_tokens_so_far, call))
+        compute = partial(self._key_positions, forward.queries, call, columns, total, window)
+        return forward.once("keys", columns, window, of=call.mask, compute=compute)
 
-        def keys() -> Tensor:
-            whole = attention_window(call.module) is None
-            return self._key_positions(forward.queries, call, columns, whole=whole)
+    def _key_positions(
+        self, queries: Tensor, call: AttentionCall, columns: int, total: int, window: int | None
+    ) -> Tensor:
+        """As `keys_of_call`, for a layer that sees `window` tokens; the text has `total`, new ones included.
 
-        return forward.once("keys", columns, of=call.mask, compute=keys)
-
-    def _key_positions(self, queries: Tensor, call: AttentionCall, columns: int, *, whole: bool) -> Tensor:
-        """As `keys_of_call`; `whole` if the layer sees all tokens since the first."""
-        new = queries.shape[1]
-        if columns == new or _is_first_of_fixed_size(queries, call):
+        Columns are those of the mask. The last tokens are in them, and after these, there are empty slots.
+        """
+        new, end = queries.shape[1], min(columns, total)
+        past, dropped = end - new, total - end
+        if past <= 0:
             return queries
-        first = visible_to(call, 0, columns)  # the keys that the first query sees, [1 or batch, columns]
-        layouts = [columns - new]  # how many keys are before it
-        if first is None:
-            first = torch.ones(1, columns, dtype=torch.bool)
-        else:
-            # A cache of fixed size has empty slots after the new keys, which no query sees.
-            last = visible_to(call, new - 1, columns) if new > 1 else first
-            assert last is not None
-            ends = [int(each.any(0).nonzero()[-1]) if bool(each.any()) else -1 for each in (last, first)]
-            layouts += [past for past in (ends[0] - (new - 1), ends[1]) if 0 <= past <= columns - new]
-        rows = max(len(queries), len(first))
-        own_keys = [past for past in layouts if bool(first[:, past].any())]  # the first query sees its own
-        for past in own_keys or layouts[1:2] or layouts:
-            # In each row, keys are counted back from the first query that is no padding: it sees its own key.
-            at, seen, own = torch.zeros(1, dtype=torch.int64), first, first[:, past]
-            if call.mask is not None and new > 1 and not bool(own.all()):
-                sees_own = visible(call.mask[:, 0].diagonal(past, dim1=-2, dim2=-1)).cpu()
-                at, own = sees_own.int().argmax(dim=-1), sees_own.any(dim=-1)
-                seen = visible(call.mask[torch.arange(len(at)), 0, at, :columns]).cpu()
-            start = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
-            # The number of visible keys from each one on, up to that query.
-            after = seen[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-            before = start - after
-            if whole and past:
-                by_column = start == past + at[:, None]  # padding has positions too
-                known = (before[:, :1] == 0) | by_column
-                if not bool(known[own.expand(rows)].all()):
-                    continue
-                before = torch.where(before[:, :1] == 0, before, torch.arange(past))
-            return torch.cat([before.clamp(min=0), queries.expand(rows, -1)], dim=1)
-        raise PatchError(
-            f"{self.encoding} counts the positions of cached tokens back from the next one, but the token at "
-            f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "
-            f"have gaps, or do not begin at 0; use use_cache=False, or positions without gaps"
-        )
+        # In each row, keys are counted back from the first new token that is no padding: it sees its own key.
+        at = torch.zeros(1, dtype=torch.int64)
+        if call.mask is not None and not call.mask.is_meta and new > 1:
+            own_keys = call.mask[:, 0].diagonal(past, dim1=-2, dim2=-1)
+            at = visible(own_keys).int().argmax(dim=-1).cpu()
+        shown = shown_to(call, at, end)
+        is_text = shown.gather(1, (past + at).expand(len(shown))[:, None])
+        rows = max(len(queries), len(shown))
+        position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
+        column = dropped + past + at[:, None]
+        # The number of visible keys from each one on, up to that token.
+        after = shown[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
+        seen = after[:, :1]
+        by_column = position == column
+        sees_all = column < (0 if dropped else total if window is None else window)
+        counted = torch.where(sees_all, position == seen, (seen <= position) & (position < column))
+        unknown = is_text & ~by_column & ~counted
+        if bool(unknown.any()):
+            row = int(unknown.flatten().nonzero()[0])
+            here, cached = int(position[row]), int(seen.expand(rows, -1)[row])
+            raise PatchError(
+                f"{self.encoding} counts the positions of cached tokens back from the next one, but the "
+                f"token at position {here} sees {cached} cached tokens: their positions have gaps, overlap, "
+                f"or do not begin at 0; use use_cache=False, or positions that count the tokens of each row"
+            )
+        keys = torch.where(by_column, dropped + torch.arange(past), position - after).clamp(min=0)
+        return torch.cat([keys, queries.expand(rows, -1)], dim=1)
 
 
-def _is_first_of_fixed_size(queries: Tensor, call: AttentionCall) -> bool:
-    """Whether a call is the first of a cache of fixed size, whose other slots are empty.
+def _tokens_so_far(call: AttentionCall) -> int:
+    """The number of tokens of the text, new ones and padding included, by the cache of a call."""
+    cache = call.given.get("cache")
+    if cache is None or call.key.is_meta:
+        return call.key.shape[2]
+    own = cache.layers[call.module.layer_idx : call.module.layer_idx + 1]  # none, if layers share their keys
+    counted = own[0] if own and hasattr(own[0], "get_seq_length") else cache
+    return int(counted.get_seq_length())
 
-    Then transformers gives sdpa no mask, because its causal attention counts from the first key.
+
+def count_tokens_only(decoder: nn.Module, undo: UndoLog) -> None:
+    """Number the tokens of rows with padding as if each row was alone, where the caller gives no positions.
+
+    By default models number the columns. Plain RoPE does not notice, but whatever follows the length does.
     """
-    alone = call.mask is None and call.implementation == "sdpa" and call.is_causal
-    return alone and queries.shape[1] > 1 and bool((queries[:, 0] == 0).all())
+    undo.hook(decoder, partial(_give_positions, tuple(inspect.signature(decoder.forward).parameters)))
+
+
+def _give_positions(
+    names: tuple[str, ...], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a decoder whose arguments have `names`: positions from a mask `[batch, tokens]`.
+
+    Padding after the text keeps the number of its column, so padding on the right changes no position.
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, inputs = given.get("attention_mask"), given.get("inputs_embeds")
+    inputs = given.get("input_ids") if inputs is None else inputs
+    if given.get("position_ids") is not None or inputs is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    cache = _cache_among(given.values())
+    columns = torch.arange(inputs.shape[1], device=mask.device)
+    columns = columns if cache is None else columns + cache.get_seq_length()
+    padding = (mask == 0).cumsum(dim=-1)
+    before = torch.where(mask == 0, 0, padding).cummax(dim=-1).values
+    return (), {**given, "position_ids": columns - before[:, columns.clamp(max=mask.shape[1] - 1)]}
+
+
+def _cache_among(values: Iterable[Any]) -> Any:
+    """The first cache among the arguments of a module; None if it gets none."""
+    caches = [value for value in values if isinstance(value, Cache)]
+    return caches[0] if caches else None
+
+
+def give_cache(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an attention module: give its handler the cache."""
+    return handing_over(module, args, kwargs, "cache", _cache_among((*args, *kwargs.values())))
 
 
 def give_positions(

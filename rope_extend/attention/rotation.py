@@ -32,6 +32,7 @@ from rope_extend.attention.masks import (
     hidden_except,
     rows_of_mask,
     sees_later_keys,
+    shown_to,
     text_rows,
     without_keys,
 )
@@ -86,7 +87,7 @@ class _Forward(Forward):
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
         # Whatever the keys. Asked in each layer, and within the window it is all that is asked.
-        self.untouched = self.scale is None and not self.encoding.remaps and self.is_plain(queries)
+        self.plain = self.encoding.is_plain(self.shape, 0, int(queries.max()))
 
     def is_plain(self, positions: Tensor) -> bool:
         """Whether no pair with keys at some positions is turned."""
@@ -205,15 +206,13 @@ class RotationHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair."""
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
-        if forward.untouched:
-            return call.own(call.query, call.key, call.value, call.mask)
-        held, remaps = held_layer(call.key), self.encoding.remaps
-        if remaps and held is None and self._is_short(attention_window(call.module)):
+        held = held_layer(call.key)
+        if self.encoding.remaps and held is None and self._is_short(attention_window(call.module)):
             return call.own(call.query, call.key, call.value, call.mask)
         if forward.scale is not None:
             scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
             call = replace(call, query=call.query * scale)
-        if not remaps and forward.is_plain(forward.queries):  # whatever the keys
+        if held is None and forward.plain:
             return call.own(call.query, call.key, call.value, call.mask)
         if held is None:
             keys = self.keys_of_call(call, forward)
@@ -221,7 +220,9 @@ class RotationHandler(AttentionHandler):
             call, keys = self._of_held(call, forward, held)
         found = self._attend(call.of_first_keys(keys.shape[1]), forward, keys)
         if held is not None:
-            held.trim(keys)
+            count = keys.shape[1]
+            compute = partial(shown_to, call, call.query.shape[2] - 1, count)
+            held.trim(keys, forward.once("shown", count, of=call.mask, compute=compute))
         return found
 
     def _of_held(
@@ -235,16 +236,17 @@ class RotationHandler(AttentionHandler):
             )
         if not layer.dropped:
             return call, self.keys_of_call(call, forward)
-        if bool((forward.queries.diff() < 0).any()):
-            raise PatchError(
-                f"this SinkCache dropped {layer.dropped} tokens, and the positions of the new tokens do not "
-                f"follow each other; start another text with another cache"
-            )
-        whole = call
+        whole, new = call, call.query.shape[2]
 
         def held() -> tuple[Tensor | None, Tensor]:
             total = whole.key.shape[2] + layer.dropped
-            keys = self._key_positions(forward.queries, whole, total, whole=True)
+            keys = self._key_positions(forward.queries, whole, total, total, None)
+            text = torch.where(shown_to(whole, new - 1, total), keys, -1)[:, -new:]
+            if bool(((text >= 0) & (text < text.cummax(dim=1).values)).any()):
+                raise PatchError(
+                    f"this SinkCache dropped {layer.dropped} tokens, and the positions of the new tokens do "
+                    f"not follow each other; start another text with another cache"
+                )
             return None if whole.mask is None else layer.of_columns(whole.mask), layer.of_columns(keys)
 
         mask, keys = forward.once("held", layer.dropped, call.key.shape[2], of=call.mask, compute=held)

@@ -66,20 +66,22 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         """The columns, of a tensor for the whole text, that belong to tokens that are held, or new."""
         return torch.cat([whole[..., : self.head], whole[..., self.head + self.dropped :]], dim=-1)
 
-    def trim(self, positions: Tensor) -> None:
+    def trim(self, positions: Tensor, shown: Tensor) -> None:
         """Drop the tokens that no later one sees, if they are many.
 
-        `positions` `[1 or batch, held]` are those of the tokens that are held.
+        `positions` `[1 or batch, held]` are those of the tokens that are held, and those `shown`, bool of the
+        same shape, are no padding.
         """
-        window = self.encoding.window
+        sinks, window = self.encoding.sinks, self.encoding.window
         more = max(_MORE, window // 4)
-        if self.held < window - 1 + more:
-            return
+        if self.held < window - 1 + more or bool((shown.sum(dim=1) < sinks).any()):
+            return  # few tokens, or a row whose first ones are still to come
         if not self.dropped:
             # Tokens are dropped after these. So they stay the same when a row with more padding is removed.
-            first = (positions < self.encoding.sinks).any(dim=0).nonzero()
+            first = (shown & (positions < sinks)).any(dim=0).nonzero()
             self.head = int(first[-1]) + 1 if len(first) else 0
-        seen = (positions > positions[:, -1:] - (window - 1)).any(dim=0)
+        last = torch.where(shown, positions, -1).amax(dim=1, keepdim=True)
+        seen = (shown & (positions > last - (window - 1))).any(dim=0)
         seen[: self.head] = False
         stop = int(seen.to(torch.int8).argmax()) if bool(seen.any()) else self.held
         if stop - self.head < more:

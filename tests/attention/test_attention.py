@@ -8,14 +8,12 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
 from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
-from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -63,15 +61,6 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(params=INSIDE.values(), ids=INSIDE)
 def encoding(request: pytest.FixtureRequest) -> Any:
     return rx.Encoding.from_dict(request.param)
-
-
-in_pairs = pytest.mark.parametrize(
-    ("model", "encoding"),
-    few(product(FAMILIES, INSIDE.values()), 5),
-    ids=lambda value: value.model_type if isinstance(value, FamilyCase) else value["name"],
-    indirect=True,
-)
-"""Each encoding in one or two of the six families by default."""
 
 
 def patched(model: PreTrainedModel, encoding: Any) -> rx.Patch:
@@ -302,17 +291,6 @@ def test_small_numbers_of_an_added_mask_hide_no_key() -> None:
     assert visible(added).tolist() == [True] * 4 + [False] * 3
 
 
-@in_pairs
-def test_parts_and_tokens_equal_one_forward(model: PreTrainedModel, encoding: Any) -> None:
-    data = batch()
-    with patched(model, encoding):
-        whole = logits(model, **data)
-        for stops in (ONE_BY_ONE, [20, 50, LENGTH], [31, 32, 33, LENGTH]):
-            same(in_parts(model, data, stops), whole, data)
-        for row, width in enumerate((0, 17, 59)):
-            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
-
-
 def test_short_texts_are_read_as_pretrained(model: PreTrainedModel) -> None:
     data = batch()
     plain = logits(model, data["input_ids"][:, :TRAINED])
@@ -390,18 +368,6 @@ def test_caches_of_others_and_of_other_methods_stay_valid() -> None:
     with patched(model, "dynamic_ntk"):
         rest = model(**data.part(TRAINED, LENGTH), past_key_values=cache).logits
         same(rest, logits(model, **data)[:, TRAINED:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
-def test_a_cache_of_positions_with_gaps_is_refused(name: str) -> None:
-    model, ids = llama(head_dim=16), tokens(1, 21)
-    positions = torch.cat([torch.arange(10), torch.arange(50, 60)])[None]
-    method = rx.encoding(name, factor=FACTOR) if name == "dynamic_ntk" else rx.encoding(name)
-    with rx.patch_model(model, method, target_length=TARGET):
-        cache = model(ids[:, :20], position_ids=positions).past_key_values
-        with pytest.raises(PatchError, match=r"position 60 sees 20 cached tokens.*use_cache=False"):
-            model(ids[:, 20:], past_key_values=cache, position_ids=torch.tensor([[60]]))
 
 
 @pytest.mark.parametrize("name", ["dynamic_yarn", "alibi", "linear_attention"])

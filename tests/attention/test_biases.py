@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
 from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
 from covering import by_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -265,27 +265,6 @@ def test_logits_equal_stock_llama_with_a_dense_bias(case: Any, encoding: BiasEnc
     with torch.no_grad():
         expected = stock_with_dense_bias(model, case, learned, input_ids)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-5)
-
-
-FAMILIES = [
-    FamilyCase("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
-    FamilyCase("mistral", {"sliding_window": 24}),
-    FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}),
-]
-
-
-@by_method(BIASES, ["family"], [(family,) for family in FAMILIES], every=2)
-def test_every_cache_equals_one_forward(family: FamilyCase, encoding: BiasEncoding) -> None:
-    model, data = tiny_model(family), batch()
-    with rx.patch_model(model, encoding, target_length=TARGET) as patch:
-        stir(patch)
-        whole = logits(model, **data)
-        for stops in (ONE_BY_ONE, [20, 50, LENGTH]):
-            same(in_parts(model, data, stops, DynamicCache(config=model.config)), whole, data)
-            cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
-            same(in_parts(model, data, stops, cache), whole, data)
-        for row, width in enumerate((0, 17, 59)):
-            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
 
 
 def test_eager_equals_sdpa_and_gives_weights(encoding: BiasEncoding) -> None:

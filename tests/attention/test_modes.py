@@ -51,11 +51,10 @@ def whole(model: Any, prompt: Tensor) -> Tensor:
     return row[len(prompt) :]
 
 
-def padded(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as one batch, and its mask."""
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one batch, padded on the left, and its mask."""
     widest = max(map(len, rows))
-    sides = [(widest - len(row), 0) if left else (0, widest - len(row)) for row in rows]
-    batch = torch.stack([functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+    batch = torch.stack([functional.pad(row, (widest - len(row), 0)) for row in rows])
     return batch, (batch != PAD).long()
 
 
@@ -87,7 +86,7 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
         rx.patch_model(draft, METHODS[method](draft), target_length=TARGET),
     ):
         expected = torch.stack([whole(model, prompt) for prompt in prompts])
-        left, seen = padded(prompts, left=True)
+        left, seen = padded(prompts)
         for more in ({}, {"cache_implementation": "static"}):
             found = model.generate(left, attention_mask=seen, **OPTIONS, **more)
             assert torch.equal(found[:, left.shape[1] :], expected)
@@ -104,10 +103,6 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
             for cached in (True, False)
         ]
         assert torch.equal(*beams)
-        right, mask = padded(prompts, left=False)
-        output, length = model(right, attention_mask=mask, use_cache=True), mask.sum(1)
-        token = best(output.logits[torch.arange(len(prompts)), length - 1])
-        assert torch.equal(decoded(model, output, token, mask, length), expected)
         # A cache that the model without a patch has filled, with a text that both process alike.
         start = prompts[1][None, :16]
         if torch.equal(unpatched(start).logits, model(start).logits):
@@ -116,35 +111,6 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
             mask, at = torch.ones(1, 25, dtype=torch.long), torch.tensor([25])
             found = decoded(model, output, best(output.logits[:, -1]), mask, at)
             assert torch.equal(found, expected[1:2])
-        # Positions that count padding too, as models do by themselves without position_ids.
-        past = model(left, attention_mask=seen, use_cache=True).past_key_values
-        mask = functional.pad(seen, (0, 1), value=1)
-        after = model(expected[:, :1], attention_mask=mask, past_key_values=past).logits[:, -1]
-        both = torch.cat([left, expected[:, :1]], dim=1)
-        same(after, model(both, attention_mask=mask, use_cache=False).logits[:, -1])
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "family", [FAMILIES[0], FamilyCase("mistral", {"head_dim": 16, "sliding_window": 64})], ids=str
-)
-@torch.no_grad()
-def test_turns_that_are_padded_on_the_left_each(method: str, family: FamilyCase) -> None:
-    """A chat in a batch: the first new token of a row may be padding, after text of that row."""
-    model = tiny_model(family)
-    rx.patch_model(model, METHODS[method](model), target_length=TARGET)
-    texts = [tokens(52, seed=1), tokens(36, seed=2)]
-    turns = [
-        padded([texts[0][:40], texts[1][:29]], left=True),
-        padded([texts[0][40:], texts[1][29:]], left=True),
-    ]
-    seen = torch.cat([mask for _, mask in turns], dim=1)
-    at = (seen.cumsum(-1) - 1).clamp(min=0)
-    first = turns[0][0].shape[1]
-    cache = model(turns[0][0], attention_mask=turns[0][1], position_ids=at[:, :first]).past_key_values
-    found = model(turns[1][0], attention_mask=seen, position_ids=at[:, first:], past_key_values=cache).logits
-    for row, text in enumerate(texts):
-        same(found[row, -5:], model(text[None], use_cache=False).logits[0, -5:])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, batch, in_parts, logits, same, tokens
+from batches import LENGTH, batch, in_parts, logits, tokens
 from cases import TARGET, TRAINED, llama, stock
 from test_attention import PLAIN, naive_llama
 from tolerances import assert_same_but_rounding
@@ -57,17 +57,6 @@ def test_methods_with_one_border_are_instances(far: str, parameters: dict[str, A
             results.append([whole, parts, logits(model, tokens(1, 9))])
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
-
-
-def test_rows_with_tables_of_their_own_are_rotated_by_these() -> None:
-    """A base that grows with each row's text, one token at a time: rows of a batch equal rows alone."""
-    model, data = llama(head_dim=16), batch((0, 33))
-    far = rx.encoding("dynamic_ntk", factor=2.0, step=0.0)
-    with rx.patch_model(model, rx.encoding("near_far", far=far, window=8)):
-        together = in_parts(model, data, [60, 61, 62, LENGTH])
-        same(together, logits(model, **data), data)
-        alone = logits(model, data["input_ids"][1:, 33:])
-    same(together[1:, 33:], alone)
 
 
 def test_a_far_table_that_is_still_plain_leaves_texts_as_they_are() -> None:

@@ -157,18 +157,6 @@ def test_logits_equal_the_map_written_out(case: EncodingCase, implementation: st
 
 
 @each_method
-@pytest.mark.parametrize("implementation", few(["sdpa", "eager"], 2))
-def test_parts_tokens_and_padding_equal_one_forward(case: EncodingCase, implementation: str) -> None:
-    model, data = llama(head_dim=16, attn_implementation=implementation), batch()
-    with patched(model, case):
-        whole = logits(model, **data)
-        for stops in (ONE_BY_ONE, [20, 50, LENGTH], [31, 32, 33, LENGTH]):
-            same(in_parts(model, data, stops), whole, data)
-        for row, width in enumerate((0, 17, 59)):
-            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
-
-
-@each_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_texts_within_the_window_are_those_of_the_model_bit_for_bit(
     case: EncodingCase, dtype: torch.dtype
@@ -395,25 +383,6 @@ def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...]
         expected[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
     bound = rounding(torch.float64, 4 * total, max(1.0, float(value.abs().max())))
     torch.testing.assert_close(found, expected[:, :, first:], rtol=0, atol=4 * bound)
-
-
-@given(
-    st.lists(st.integers(0, LENGTH - 2), min_size=1, max_size=3),
-    st.lists(st.integers(1, LENGTH - 1), max_size=3, unique=True),
-    st.sampled_from(REMAPS),
-)
-def test_any_padding_and_any_parts_equal_one_forward(
-    padding: list[int], stops: list[int], case: EncodingCase
-) -> None:
-    """With sdpa in parts against eager attention by regions in one forward."""
-    data = batch(tuple(padding))
-    with patched(FAST, case):
-        found = in_parts(FAST, data, [*sorted(stops), LENGTH])
-    with patched(DENSE, case):
-        same(found, logits(DENSE, **data), data)
-
-
-FAST, DENSE = (llama(head_dim=16, attn_implementation=name) for name in ("sdpa", "eager"))
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_few_tokens_can_be_removed() -> None:
             "attention_mask": torch.ones(1, 60 + len(positions)),
         }
         with pytest.raises(PatchError, match=r"position 5 sees 60 cached tokens|do not follow each other"):
-            model(ids[:, : len(positions)], past_key_values=cache, **new)
+            model(ids[:, : len(positions)], past_key_values=copy.deepcopy(cache), **new)
     cache.reset()
     exactly(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)
 

@@ -290,8 +290,7 @@ def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, tor
     batch, mask = torch.zeros(3, LENGTH, dtype=torch.long), torch.zeros(3, LENGTH, dtype=torch.long)
     for index, row in enumerate(rows):
         batch[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row, 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    together = logits(model, batch, attention_mask=mask, position_ids=positions)
+    together = logits(model, batch, attention_mask=mask)  # positions are counted from the mask
     for index, row in enumerate(rows):
         yield together[index, -row.shape[1] :], logits(model, row)[0]
 
