@@ -50,6 +50,7 @@ ADAPTERS = (
         types("gemma3_text gemma3n_text mellum modernbert-decoder olmo3"),
         "full-attention layers only; sliding ones unchanged",
         in_float32=("olmo3",),
+        several_streams=("gemma3n_text",),
         layer_types=_FULL,
     ),
     FamilyAdapter(

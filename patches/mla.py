@@ -20,6 +20,7 @@ ADAPTERS = (
         types("axk2 deepseek_v32 glm_moe_dsa hy_v4"),
         f"{_NOTE}, and an indexer's",
         rotated="last",
+        several_streams=("hy_v4",),
         unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),
 )

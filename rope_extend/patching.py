@@ -122,6 +122,8 @@ class Patch(Removable):
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
             self.changed |= self.rotary is not self.encoding or self.rotary.remaps
+            # Also where stock's table follows the length: it is that of the longest row, inexact with caches.
+            self.changed |= self.rotary.depends_on_length
             self.changed |= self.rotary.decay(shape) is not None or self.rotary.scales_logits(shape)
             self._update_config(base, adapter)
             if tokenizer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils.modeling import has_offloaded_params
 
 from rope_extend.attention.biases import BiasHandler
 from rope_extend.attention.functions import attention_modules, extended_modules
@@ -64,5 +65,6 @@ def _learned(
     """The parameters that an encoding learns, on the model's device; None if it learns none."""
     if not encoding.initial(shape):
         return None
-    device: torch.device = next(model.base_model.parameters()).device
+    offloaded = any(map(has_offloaded_params, model.base_model.modules()))  # then its weights are on none
+    device = torch.device("cpu") if offloaded else next(model.base_model.parameters()).device
     return LearnedParameters(encoding, shape, layers, device)

@@ -118,10 +118,6 @@ class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.cumulative_length += key_states.shape[-2]
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks cover the new keys only."""
-        return query_length, self.cumulative_length
-
     def get_seq_length(self) -> int:
         """The number of tokens seen."""
         return self.cumulative_length
@@ -161,14 +157,16 @@ class KernelHandler(AttentionHandler):
             (layer.keys, layer.values) if isinstance(layer, StateLayer) and layer.keys is not None else None
         )
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
+        # Layers without a state share the mask, so it covers earlier keys too.
+        past = layer.get_seq_length() - new if state is not None else 0
         q, k = self.encoding.features(query), self.encoding.features(key)
-        if sees_later_keys(call, forward, new):
+        if sees_later_keys(call, forward, past + new):
             raise PatchError(
                 f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
                 f"(an image, a prefix or is_causal=False); use causal attention"
             )
         if call.mask is not None:
-            shown = call.mask[..., :new]
+            shown = call.mask[..., past : past + new]
             visible_keys = forward.once("visible", of=call.mask, compute=lambda: self._visible(shown))
             k = k * visible_keys[:, None, :, None].to(k.device)
         output, state = linear_attention(

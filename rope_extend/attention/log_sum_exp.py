@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rope_extend.models.planned_device import device_of
+
 _WIDEST = 256
 """The most channels of a head that the flash kernel of a GPU computes."""
 _SPARE = 8
@@ -125,8 +127,11 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Any]:
     """Output, log-sum-exp, and what the backward kernel of a GPU needs in addition."""
     width, shown = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    groups = query.shape[1] // key.shape[1]
     if query.device.type != "cuda":
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        if device_of(query).type == "cpu":  # up to torch 2.8, the kernel misreads grouped keys
+            key, value = (_of_each_head(part, groups) for part in (key, value))
         query, key, value = (_widened(part, width) for part in (query, key, value))
         output, sums = run(query, key, value, 0.0, causal, scale=scale)
         return output[..., :shown], sums.to(_wide(query.dtype)), ()
@@ -137,11 +142,15 @@ def _kernel(
             query, key, value, 0.0, causal, False, scale=scale
         )
         return results[0][..., :shown], results[1], results[2:8]
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, dim=1) if groups > 1 else part for part in (key, value))
+    key, value = (_of_each_head(part, groups) for part in (key, value))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     output, sums, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
     return output[..., :shown], sums[..., : query.shape[2]], ()  # the kernel pads the sums
+
+
+def _of_each_head(states: Tensor, groups: int) -> Tensor:
+    """Keys or values `[batch, heads, K, width]`, a copy for each head of a group."""
+    return states.repeat_interleave(groups, dim=1) if groups > 1 else states
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
@@ -186,10 +195,7 @@ class _Partial(torch.autograd.Function):
         output = torch.cat([output, torch.stack(pieces, dim=-1), zeros], dim=-1)
         d_output = torch.cat([d_output.to(dtype), torch.ones_like(output[..., :3]), zeros], dim=-1)
         wide = [_widened(part, width) for part in (query, key, value)]
-        wide[1:] = [
-            part[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) if groups > 1 else part
-            for part in wide[1:]
-        ]
+        wide[1:] = [_of_each_head(part, groups) for part in wide[1:]]
         aten = torch.ops.aten
         if query.device.type == "cuda":
             results = aten._scaled_dot_product_flash_attention_backward(

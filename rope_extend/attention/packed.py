@@ -20,7 +20,9 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.view import is_soft_capped, layer_types_except_full_attention
 
 
-def document_inputs(model: torch.nn.Module, positions: Tensor) -> dict[str, Any]:
+def document_inputs(
+    model: torch.nn.Module, positions: Tensor, tokens: Tensor | None = None
+) -> dict[str, Any]:
     """Inputs of a decoder with which each token attends to its own document only.
 
     For eager attention, and for sdpa outside of `packed_attention`, this is a mask over all pairs, as
@@ -29,7 +31,9 @@ def document_inputs(model: torch.nn.Module, positions: Tensor) -> dict[str, Any]
 
     Args:
         model: a causal language model, with or without PEFT and patch.
-        positions: int64 `[B, T]`, the position of each token in its document, from 0; on the model's device.
+        positions: int64 `[B, T]`, the position of each token in its document; on the model's device. One
+            that is not the previous one plus 1 begins another document.
+        tokens: bool `[B, T]`, false for padding, which is apart too; by default there is none.
 
     Returns:
         `position_ids` `[B, T]`, `attention_mask` in the form that the family takes, and without a mask over
@@ -41,9 +45,13 @@ def document_inputs(model: torch.nn.Module, positions: Tensor) -> dict[str, Any]
     lm = causal_lm(model)
     config = lm.config.get_text_config()
     batch, length = positions.shape
+    starts = torch.ones_like(positions, dtype=torch.bool)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    if tokens is not None:
+        starts[:, 1:] |= tokens[:, 1:] != tokens[:, :-1]
     if "flash" in config._attn_implementation or config._attn_implementation == _NAME:
-        starts = (positions == 0).flatten().nonzero().flatten().to(torch.int32)
-        edges = torch.cat([starts, starts.new_tensor([batch * length])])
+        first = starts.flatten().nonzero().flatten().to(torch.int32)
+        edges = torch.cat([first, first.new_tensor([batch * length])])
         longest = int(edges.diff().max())
         if config._attn_implementation == _NAME:
             edges = edges.cpu()  # copied once, not in each layer
@@ -54,8 +62,11 @@ def document_inputs(model: torch.nn.Module, positions: Tensor) -> dict[str, Any]
         }  # fmt: skip
     # The mask functions use only the size, the dtype and the device of the embeddings.
     like = torch.empty(batch, length, 0, dtype=lm.dtype, device=positions.device)
-    try:  # for transformers, a position that is not the previous one plus 1 begins another document
-        masks = create_masks_for_generate(config, like, None, None, position_ids=positions)
+    columns = torch.arange(length, device=positions.device)
+    # For transformers too, a position that is not the previous one plus 1 begins another document.
+    inside = columns - torch.where(starts, columns, 0).cummax(dim=1).values
+    try:
+        masks = create_masks_for_generate(config, like, None, None, position_ids=inside)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise RopeExtendError(
             f"out of memory: under {config._attn_implementation} attention, the mask that separates packed "

@@ -139,8 +139,8 @@ class AttentionHandler:
         if position_ids is None:
             raise PatchError(
                 f"{self.encoding} does not know the positions in {name}: it gets neither position_ids nor "
-                f"the cos and sin of the rotary module itself, but perhaps copies; turn gradient "
-                f"checkpointing off, or put the model on one device"
+                f"the cos and sin of the rotary module itself, but perhaps copies, or is compiled; turn "
+                f"gradient checkpointing and torch.compile off, or put the model on one device"
             )
         forward = self.forward_at(position_ids, call.module, call.key.shape[2] - count)
         if forward.queries.shape[1] != count:

@@ -27,11 +27,13 @@ class VectorHandler(AttentionHandler):
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Add the vectors before the first layer of a decoder."""
-        layers = decoder_layers(decoder)
-        if layers is None:
+        layers, model_type = decoder_layers(decoder), decoder.config.model_type
+        several = model_type in self.adapter.several_streams
+        if layers is None or several:
+            reason = "is several streams, not one," if several else "rope_extend does not find"
             raise UnsupportedModelError(
-                f"{self.encoding} is added to the input of the first layer, and rope_extend does not find "
-                f"that layer in {decoder.config.model_type}; a rotary schedule works, such as yarn"
+                f"{self.encoding} is added to the input of the first layer, which {reason} in {model_type}; "
+                f"a rotary schedule works, such as yarn"
             )
         layer = layers.layers[0]
         undo.set(layer, HANDLER, self)

@@ -143,4 +143,6 @@ def packing_reason(encoding: Encoding, config: Any) -> str | None:
             f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
             "stops at the end of a document"
         )
+    if config.model_type == "blt":
+        return "its patches of bytes do not end where a document does"
     return None

@@ -152,8 +152,7 @@ class Candidates:
             return
         target = None if method == PLAIN else self.lengths[-1]
         with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
-            # A patch compares the tables of the longest length. Others may differ at shorter ones.
-            if method != PLAIN and not patch.changed and not changed_to.depends_on_length:
+            if method != PLAIN and not patch.changed:
                 raise PatchError(
                     f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
                     f"methods, or use {AS_IS}"

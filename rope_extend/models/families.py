@@ -50,6 +50,7 @@ class FamilyAdapter:
             all its names. The tables of other types stay unchanged.
         sections: whether positions may have three parts (time, height, width), each for some of the pairs.
         hides_positions: the model types that hand no positions to their attention function.
+        several_streams: the model types whose layers take several streams of hidden states, not one.
         layer_bases: the attribute of the config that lists the rotary base of each layer, 0 for a layer that
             does not rotate; empty if all layers share one base.
     """
@@ -72,6 +73,7 @@ class FamilyAdapter:
     layer_types: tuple[str, ...] = ()
     sections: bool = False
     hides_positions: tuple[str, ...] = ()
+    several_streams: tuple[str, ...] = ()
     layer_bases: str = ""
 
     def extends(self, module: nn.Module) -> bool:

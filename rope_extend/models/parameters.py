@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.modeling import align_module_device, has_offloaded_params
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,8 +51,8 @@ class LearnedParameters(nn.Module):
 
     def of(self, layer: int | None = None) -> dict[str, Tensor]:
         """The parameters of a layer, float32, by the names of `Encoding.initial`."""
-        values: Any = getattr(self, f"layer{layer}" if self.per_layer else _SHARED)
-        return {name: value.float() for name, value in values.items()}
+        name = f"layer{layer}" if self.per_layer else _SHARED
+        return {key: value.float() for key, value in _present(getattr(self, name)).items()}
 
     def put(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
         """Copy values into the parameters, by full names such as `shared.table`.
@@ -59,9 +60,13 @@ class LearnedParameters(nn.Module):
         `partial` allows values to be missing.
 
         Raises:
-            RopeExtendError: names or shapes differ from those of the parameters. The message names `source`,
-                the file or model that the values come from.
+            RopeExtendError: names or shapes differ from those of the parameters, or these are offloaded. The
+                message names `source`, the file or model that the values come from.
         """
+        if any(map(has_offloaded_params, self.children())):
+            raise RopeExtendError(
+                f"{source} has values for parameters that accelerate has offloaded; give them before that"
+            )
         parameters = dict(self.named_parameters())
         wrong = values.keys() - parameters.keys() if partial else values.keys() ^ parameters.keys()
         wrong |= {
@@ -79,6 +84,12 @@ class LearnedParameters(nn.Module):
         with torch.no_grad():
             for name, value in values.items():
                 parameters[name].copy_(value)
+
+
+def _present(values: Any) -> dict[str, Tensor]:
+    """Parameters by name; those that accelerate offloads between forwards are fetched."""
+    with align_module_device(values):
+        return dict(values.items())
 
 
 def current_learned(model: nn.Module) -> LearnedParameters | None:
@@ -105,8 +116,13 @@ def write_learned(directory: Path, model: nn.Module) -> None:
 
     They get a separate file, because neither an adapter nor a stock checkpoint can hold them.
     """
-    values = {name: value.detach().float().contiguous() for name, value in learned_parameters(model).items()}
-    if values:
+    learned = current_learned(model)
+    if learned is not None:
+        values = {
+            f"{name}.{key}": value.detach().float().contiguous()
+            for name, each in learned.named_children()
+            for key, value in _present(each).items()
+        }
         save_file(values, directory / LEARNED_FILE, metadata={"format": "pt"})
 
 

@@ -14,10 +14,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rope_extend.attention.packed import document_inputs
+from rope_extend.data.packing import check_packing
+from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.loss import causal_lm, decoder_name, mean_loss, shifted
+from rope_extend.loss import IGNORED, causal_lm, decoder_name, mean_loss, shifted
 from rope_extend.models.undo import Removable
 from rope_extend.models.view import CACHE
+from rope_extend.patching import current_patch
 
 _NO_PART_OF_THE_LOSS = ("output_attentions", "output_hidden_states", "logits_to_keep")
 
@@ -28,8 +31,9 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
     For transformers' `Trainer`, trainers built on it, and loops of your own: loss and gradients are those of
     the model's own forward to rounding, and `logits` of the output is None. Without labels, as in
     `generate`, the model's own forward runs. Where `position_ids` restart within a row, as those of packed
-    documents do, each document sees itself alone, in every family, also if a collator adds a mask of ones.
-    `remove()`, or the end of a `with` block, undoes both.
+    documents do, each document sees itself alone, also if a collator adds a mask of ones, or pads rows.
+    Families that carry a state from token to token refuse such rows. `remove()`, or the end of a `with`
+    block, undoes both.
 
     Args:
         model: a causal language model of transformers, extended or not, with or without PEFT.
@@ -38,17 +42,13 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
 
     Raises:
         RopeExtendError: the model is not a causal language model, its loss is not the cross-entropy of the
-            next token, or has the router loss of a mixture of experts added; or it has this loss already.
+            next token, or has the router loss of a mixture of experts added, now or in a later call; or it
+            has this loss already.
     """
     lm = causal_lm(model)
     if has_chunked_loss(lm):
         raise RopeExtendError("chunked_loss: the model has this loss already; remove() it, or keep it")
-    if lm.loss_function is not ForCausalLMLoss:
-        raise RopeExtendError(
-            f"chunked_loss computes the cross-entropy of the next token, but {type(lm).__name__} has a loss "
-            f"of its own, {getattr(lm.loss_function, '__name__', lm.loss_function)}; train it with that"
-        )
-    _check_router(getattr(lm.config.get_text_config(), "output_router_logits", False))
+    _check_loss(lm)
     return ChunkedLoss(lm, chunk_bytes)
 
 
@@ -100,10 +100,12 @@ def _forward(lm: Any, before: Any, chunk_bytes: int | None) -> Callable[..., Any
                 f"chunked_loss computes the loss alone, but {', '.join(wanted)} was asked for; call the "
                 "model without labels for it, or remove() the chunked loss"
             )
-        _check_router(inputs.get("output_router_logits"))
+        _check_loss(self, inputs.get("output_router_logits"))
+        ignored = inputs.pop("ignore_index", IGNORED)
         items, as_dict = inputs.pop("num_items_in_batch", None), inputs.pop("return_dict", None)
         hidden = _decoder(self)(**inputs, return_dict=True).last_hidden_state
         targets = shifted(labels) if shift_labels is None else shift_labels
+        targets = targets.masked_fill(targets == ignored, IGNORED)
         loss = mean_loss(self, hidden, targets, items, chunk_bytes)
         return CausalLMOutputWithPast(loss=loss) if as_dict is not False else (loss,)
 
@@ -113,15 +115,19 @@ def _forward(lm: Any, before: Any, chunk_bytes: int | None) -> Callable[..., Any
 def _keep_apart(
     lm: Any, decoder: Any, args: Any, inputs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Give a decoder the inputs of packed documents, if its positions restart and no mask hides a token."""
+    """Give a decoder the inputs of packed documents, if positions of tokens restart within a row."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None or positions.ndim != 2 or inputs.get(CACHE) is not None:
         return None
-    if isinstance(mask, dict) or (mask is not None and (mask.ndim != 2 or not bool(mask.all()))):
+    if isinstance(mask, dict) or (mask is not None and mask.ndim != 2):
         return None
-    if not bool((positions[:, 1:] == 0).any()):
+    tokens = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask.bool()
+    positions = positions.expand_as(tokens)
+    if not bool(((positions == 0) & tokens & (tokens.cumsum(-1) > 1)).any()):
         return None
-    return args, {**inputs, **document_inputs(lm, positions)}
+    patch = current_patch(lm)
+    check_packing(encoding("none") if patch is None else patch.encoding, lm.config)
+    return args, {**inputs, **document_inputs(lm, positions, tokens)}
 
 
 def has_chunked_loss(model: torch.nn.Module) -> bool:
@@ -134,8 +140,15 @@ def _decoder(lm: Any) -> Any:
     return lm._modules[decoder_name(lm)]
 
 
-def _check_router(wanted: object) -> None:
-    if wanted:
+def _check_loss(lm: Any, routers: bool | None = None) -> None:
+    """Refuse a loss that is more than the cross-entropy; `routers` is what a call says of the router loss."""
+    if lm.loss_function is not ForCausalLMLoss:
+        raise RopeExtendError(
+            f"chunked_loss computes the cross-entropy of the next token, but {type(lm).__name__} has a loss "
+            f"of its own, {getattr(lm.loss_function, '__name__', lm.loss_function)}; train it with that"
+        )
+    in_config = getattr(lm.config.get_text_config(), "output_router_logits", False)
+    if in_config if routers is None else routers:
         raise RopeExtendError(
             "chunked_loss has no router loss, which output_router_logits adds; set "
             "config.output_router_logits to False, or train with the model's own loss"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
-from cases import TARGET, FamilyCase, llama, tiny_model
+from cases import PLAIN, TARGET, FamilyCase, llama, tiny_model
 from covering import few
+from family_cases import GEMMA3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,11 +22,12 @@ import rope_extend as rx
 from rope_extend.attention.kernel import CHUNK, StateLayer, linear_attention
 from rope_extend.errors import PatchError, UnsupportedModelError
 
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
 YARN = {"name": "yarn", "factor": 8.0}
 
 
 def grouped(**changes: Any) -> PreTrainedModel:
-    return llama(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, **changes)
+    return llama(**GROUPED, **changes)
 
 
 @pytest.fixture(params=["none", "yarn"])
@@ -100,10 +102,18 @@ def test_any_cut_gives_the_same_sums(length: int, cuts: list[int], seed: int) ->
     torch.testing.assert_close(state[1], sums, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", few(["sdpa", "eager"], 2))
-def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) -> None:
-    model, data = grouped(), batch()
-    model.set_attn_implementation(implementation)
+HALF = [
+    FamilyCase("smollm3", {**GROUPED, **PLAIN, "no_rope_layers": [1, 0], "pad_token_id": 0}),
+    FamilyCase("gemma3_text", {**GEMMA3, **GROUPED}),
+]
+"""With layers that keep their softmax and their keys, after linear ones or before them."""
+
+
+@pytest.mark.parametrize("case", [*few(["sdpa", "eager"], 2), *HALF], ids=str)
+def test_parts_and_tokens_equal_one_forward(encoding: Any, case: str | FamilyCase) -> None:
+    model = grouped() if isinstance(case, str) else tiny_model(case)
+    data = batch()
+    model.set_attn_implementation(case if isinstance(case, str) else "sdpa")
     with rx.patch_model(model, encoding, target_length=TARGET):
         whole = logits(model, **data)
         for stops in ([10, *range(11, 36), LENGTH], [20, 50, LENGTH]):
@@ -112,7 +122,7 @@ def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) 
             same(in_parts(model, data, stops, DynamicCache(config=model.config)), whole, data)
         for row, width in enumerate((0, 17, 59)):
             alone = logits(model, data["input_ids"][row : row + 1, width:])
-            torch.testing.assert_close(whole[row : row + 1, width:], alone, rtol=0, atol=1e-4)
+            same(whole[row : row + 1, width:], alone)
 
 
 def test_the_state_does_not_grow() -> None:

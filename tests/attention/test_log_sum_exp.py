@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import rounding
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_extend.attention import log_sum_exp
 from rope_extend.attention.log_sum_exp import merge, partial_attention
@@ -46,6 +48,14 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, terms: int
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
 
+class EqualHeads(TorchDispatchMode):
+    """Up to torch 2.8, the kernel of a CPU misreads keys that several heads share."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "flash" not in str(func) or len({part.shape[1] for part in args[:3]}) == 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture(params=["kernel", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel, and as on devices that have none."""
@@ -65,7 +75,8 @@ def test_a_part_equals_dense_attention(layout: tuple[int, ...], causal: bool, dt
     keys = queries if causal else keys
     exact = states((kv_heads * groups, kv_heads), (queries, keys), (width, 8), seed=keys)
     rounded = [part.to(dtype) for part in exact]
-    output, sums = partial_attention(*rounded, causal=causal, scale=SCALE)
+    with EqualHeads():
+        output, sums = partial_attention(*rounded, causal=causal, scale=SCALE)
     expected, expected_sums = dense(*(part.double() for part in rounded), causal)
     assert (output.dtype, sums.dtype) == (dtype, dtype)
     assert_near(output, expected, dtype, keys * width)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, gradients, logits, tokens
-from cases import ALTERNATIVES, GEMMA3N, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import ALTERNATIVES, FAMILIES, TARGET, TRAINED, llama, tiny_model
 
 import rope_extend as rx
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
-from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.parameters import learned_parameters
 
 SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
@@ -160,10 +160,8 @@ def test_bad_parameters_are_refused(parameters: dict[str, Any], message: str) ->
         rx.encoding("learned", **parameters)
 
 
-def test_layers_that_read_something_else_are_refused() -> None:
-    model = tiny_model(FamilyCase("hrm_text"))
-    with pytest.raises(UnsupportedModelError, match="does not find that layer in hrm_text"):
+@pytest.mark.parametrize("name", ["gemma3n_text", "hrm_text", "hy_v4"])
+def test_layers_that_read_something_else_are_refused(name: str) -> None:
+    model = tiny_model(next(case for case in FAMILIES if case.model_type == name))
+    with pytest.raises(UnsupportedModelError, match=f"first layer, which .* in {name}; a rotary schedule"):
         rx.patch_model(model, rx.encoding("sinusoidal"))
-    model = tiny_model(FamilyCase("gemma3n_text", GEMMA3N))
-    with rx.patch_model(model, rx.encoding("sinusoidal")), pytest.raises(PatchError, match="cannot be added"):
-        logits(model, tokens(1, 20))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FAMILIES, FamilyCase, tiny_config, tiny_llama, tiny_model
+from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -30,7 +31,7 @@ from rope_extend.attention.packed import (
 )
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import check_packing, packed, packed_blocks
+from rope_extend.data.packing import check_packing, packed, packed_blocks, packing_reason
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import DirectKernelCalls
@@ -266,11 +267,17 @@ def test_share_beyond_counts_positions_that_restart() -> None:
     assert blocks.share_beyond(30) == 0
 
 
-@pytest.mark.parametrize("family", ["lfm2", "bamba", "blt", "qwen3_next", "zaya"])
-def test_families_that_ignore_the_mask_are_found_by_a_trial(family: str) -> None:
-    model = tiny_model(BY_TYPE[family])
-    with pytest.raises(RopeExtendError, match=f"packing does not work with {family}"):
+@pytest.mark.parametrize("case", few(FAMILIES, 4), ids=str)
+def test_documents_are_apart_under_chunked_loss_or_refused(case: FamilyCase) -> None:
+    """What is refused by its config alone is what two forwards of the trial find."""
+    model = tiny_model(case)
+    if packing_reason(rx.encoding("none"), model.config) is None:
         check_packed_attention(model)
+        return
+    with pytest.raises(RopeExtendError, match=f"packing does not work with {case.model_type}"):
+        check_packed_attention(model)
+    with rx.chunked_loss(model), pytest.raises(RopeExtendError, match="packing cannot be combined"):
+        model(documents((24,))[0][None], position_ids=torch.arange(24)[None] % 14)
 
 
 @pytest.mark.parametrize("case", [BY_TYPE[name] for name in ("llama", "gpt_oss")], ids=str)

@@ -269,6 +269,16 @@ def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
         assert not patch.changed
 
 
+def test_dynamic_scaling_of_the_checkpoint_is_computed_per_query() -> None:
+    """Stock's table is that of the longest row, so keys in a cache have those of other lengths."""
+    dynamic = {"rope_type": "dynamic", "factor": FACTOR, "rope_theta": 10_000.0}
+    model = llama(rope_parameters={**dynamic, "original_max_position_embeddings": TRAINED})
+    with rx.extend(model, TARGET, "dynamic_ntk"), torch.no_grad():
+        whole, cache = logits(model), model(IDS[:, :TRAINED], use_cache=True).past_key_values
+        rest = model(IDS[:, TRAINED:], past_key_values=cache).logits
+    assert_same_but_rounding(rest, whole[:, TRAINED:])
+
+
 def test_a_saved_and_reloaded_model_knows_its_trained_window(tmp_path: Path) -> None:
     model = llama()
     rx.extend(model, TARGET, "ntk")  # saved as a larger theta, which alone would hide the trained one

@@ -20,13 +20,14 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights
 from accelerate.hooks import remove_hook_from_submodules
-from cases import FACTOR, TARGET, TRAINED, FamilyCase, tiny_config, tiny_model
+from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_config, tiny_model
 from covering import few
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 import rope_extend as rx
+from rope_extend.models.parameters import read_learned, write_learned
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-4}
@@ -296,6 +297,25 @@ def test_offloading_by_hooks(setup: Setup, patched: PreTrainedModel, tmp_path: P
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
         assert torch.equal(logits(model), expected)
         remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["fire", "learned"])
+def test_offloaded_parameters_that_an_encoding_learns(name: str, before: bool, tmp_path: Path) -> None:
+    model = llama()
+    with rx.extend(llama(), TARGET, name) as patch:
+        expected, values = logits(patch.model), patch.learned.state_dict()
+    steps = [lambda: rx.extend(model, TARGET, name), lambda: disk_offload(model, tmp_path, "cpu")]
+    for step in reversed(steps) if before else steps:
+        step()
+    assert torch.equal(logits(model), expected)
+    write_learned(tmp_path, model)
+    read = read_learned(tmp_path)
+    assert read.keys() == values.keys()
+    assert all(torch.equal(read[key], value) for key, value in values.items())
+    if not before:
+        with pytest.raises(rx.RopeExtendError, match="accelerate has offloaded"):
+            rx.current_patch(model).learn(values, "a file")
 
 
 def test_given_position_ids(stock: PreTrainedModel, patched: PreTrainedModel) -> None:

@@ -50,6 +50,7 @@ INPUTS = {
         "use_cache": False,
     },
     "accumulated": {"labels": LABELS, "num_items_in_batch": torch.tensor(70)},
+    "another label to ignore": {"labels": LABELS.where(LABELS > 9, 3), "ignore_index": 3},
     "shifted": {"labels": LABELS, "shift_labels": LABELS.roll(3, 1)},
     "a tuple": {"labels": LABELS, "return_dict": False},
     "nothing to predict": {"labels": torch.full_like(IDS, IGNORED), "num_items_in_batch": 5},
@@ -117,7 +118,10 @@ def test_what_it_cannot_compute_is_refused() -> None:
         model(IDS, labels=LABELS, output_hidden_states=True)
     with rx.chunked_loss(tiny("llama4_text")) as handle, pytest.raises(RopeExtendError, match="router loss"):
         handle.model(IDS, labels=LABELS, output_router_logits=True)
-    model.config.output_router_logits = True
+    with rx.chunked_loss(model):
+        model.config.output_router_logits = True
+        with pytest.raises(RopeExtendError, match="has no router loss"):
+            model(IDS, labels=LABELS)
     with pytest.raises(RopeExtendError, match="output_router_logits"):
         rx.chunked_loss(model)
     other = tiny("llama")
@@ -291,10 +295,12 @@ def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> N
     assert "at positions pose" in repr(blocks)
 
 
+PADDED = torch.ones(2, 24, dtype=torch.int64)
+PADDED[0, :3] = PADDED[1, -4:] = 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "falcon", "afmoe"])
-@pytest.mark.parametrize(
-    "mask", [None, torch.ones(2, 24, dtype=torch.int64)], ids=["no mask", "a mask of ones"]
-)
+@pytest.mark.parametrize("mask", [None, torch.ones_like(PADDED), PADDED], ids=["no mask", "ones", "padding"])
 def test_packed_documents_do_not_see_each_other(family: str, mask: torch.Tensor | None) -> None:
     """Some of these families make their masks without looking at the positions."""
     model = tiny_model(next(case for case in CASES if case.model_type == family)).eval()
@@ -302,13 +308,13 @@ def test_packed_documents_do_not_see_each_other(family: str, mask: torch.Tensor 
     with rx.chunked_loss(model):
         blocks = rx.blocks([rx.Document("one", torch.arange(3, 60))] * 3, 24, packing=True, model=model)
         positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
-        ids = torch.arange(3, 27).expand(2, -1).clone()
-        found = []
-        for first in (3, 40):
-            ids[:, :10] = first
-            inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
-            found.append(model(**inputs).logits[:, 10:])
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-4 * float(found[0].abs().max()))
+        ids = torch.arange(3, 51).view(2, -1)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": False}
+        packed = model(**inputs).logits
+    assert_same_but_rounding(packed[1:, :10], model(ids[1:, :10]).logits)
+    for row, end in enumerate((24, 20)):
+        alone = model(ids[row : row + 1, 10:end]).logits
+        assert_same_but_rounding(packed[row : row + 1, 10:end], alone)
     assert set(blocks[0]) == {"input_ids", "labels", "position_ids"}
 
 
