@@ -208,12 +208,12 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
         if row.cropped or control is None or (start := control.trained_length) is None:
             continue
         if lengths := sorted(n for n in row.result.ppl if n > start):
-            beyond = [_beyond(control, row, start, n) for n in lengths]
-            compared.append(Comparison(control, row, beyond))
+            compared.append(Comparison(control, row, [beyond(control, row, start, n) for n in lengths]))
     return compared
 
 
-def _beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
+def beyond(base: EvaluationRow, row: EvaluationRow, start: int, length: int) -> Difference:
+    """The difference of two rows on the targets from `start` to `length`, in tokens."""
     first, second, terms = _sums(base, row, start, length)
     return paired(length, first.tolist(), second.tolist(), terms.tolist())
 
