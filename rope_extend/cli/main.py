@@ -12,9 +12,10 @@ import errno
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
@@ -22,6 +23,7 @@ from rope_extend.advice.shipped import shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
 from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
+from rope_extend.config import method_item
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import gpu_words
 from rope_extend.method_names import method_names
@@ -44,10 +46,52 @@ class Parser(argparse.ArgumentParser):
 
     def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words whose flags may also stand between the positional arguments."""
+        words = _joined(words, _items(self))
         below = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
             return self.parse_args(words)
         return self.parse_intermixed_args(words)
+
+
+def _items(parser: argparse.ArgumentParser) -> dict[str, Callable[[str], object]]:
+    """What refuses a word that is no value of a list, by the flag of the list."""
+    found: dict[str, Callable[[str], object]] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= _items(below)
+        item = method_item if action.type is methods else getattr(action, "item", None)
+        found |= dict.fromkeys(action.option_strings, item) if item else {}
+    return found
+
+
+def _joined(words: Sequence[str], items: Mapping[str, Callable[[str], object]]) -> list[str]:
+    """Words as argparse understands them: `--lengths 4k 8k` as `--lengths 4k,8k`, and `-4k` as a value."""
+    found: list[str] = []
+    item, filled = None, False
+    for number, word in enumerate(words):
+        if word == "--":
+            return [*found, *words[number:]]
+        if word.startswith("--"):
+            flag, filled = word.partition("=")[0], "=" in word
+            item = items.get(flag)
+            found.append(word)
+        elif re.match(r"-\d", word) and found and found[-1].startswith("--") and not filled:
+            found[-1], filled = f"{found[-1]}={word}", True
+        elif item and filled and _accepts(item, word):
+            found[-1] += f",{word}"
+        else:
+            item, filled = None if filled else item, True
+            found.append(word)
+    return found
+
+
+def _accepts(item: Callable[[str], object], word: str) -> bool:
+    try:
+        item(word)
+    except (RopeExtendError, ValueError, TypeError):
+        return False
+    return True
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,9 +165,9 @@ completion bash
 methods
 families
 search {_8B} --target-length 32k --data books/ --output factors
-finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan
-finetune recipe.yaml --output-dir runs/yarn
-finetune recipe.yaml --output-dir runs/yarn --resume
+finetune --model {_8B} --data books/ --target-length 32k --output runs/yarn --plan
+finetune recipe.yaml --output runs/yarn
+finetune recipe.yaml --output runs/yarn --resume
 evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report
 evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report
 retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +33,7 @@ def depths_from(depths: object) -> tuple[float, ...]:
     if isinstance(depths, int) and not isinstance(depths, bool):
         values = [0.5] if depths == 1 else [round(n / (depths - 1), 6) for n in range(depths)]
     elif isinstance(depths, str):
-        values = [float(depth) for depth in depths.split(",")]
+        values = [float(depth) for depth in re.split(r"[\s,]+", depths.strip())]
     elif isinstance(depths, float | list | tuple):
         values = [float(depth) for depth in (depths if isinstance(depths, list | tuple) else [depths])]
     if not values or not all(0 <= depth <= 1 for depth in values):

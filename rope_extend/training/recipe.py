@@ -87,6 +87,7 @@ class Recipe(Config):
 
     label: ClassVar[str] = "recipe"
     examples: ClassVar[str] = "`rope-extend recipes`"
+    flags: ClassVar[Mapping[str, str]] = {"output_dir": "--output"}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "method": (
             "method", "method_parameters", "start", "current_length", "trained_length",

@@ -88,7 +88,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
 
 
 def test_missing_keys_are_all_named() -> None:
-    with pytest.raises(RopeExtendError, match=r"missing data, output_dir; .* --data, --output-dir"):
+    with pytest.raises(RopeExtendError, match=r"missing data, output_dir; .* --data, --output"):
         Recipe.from_dict({"model": "m", "target_length": "32k"})
 
 
