@@ -47,10 +47,10 @@ class Kind:
         """
         try:
             return self.parse(value)
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError):
             raise RopeExtendError(
                 f"{owner}: {field} must be {self.expected}; got {value!r} ({type(value).__name__})"
-            ) from error
+            ) from None  # the error of `parse` says less
 
 
 class Checked:

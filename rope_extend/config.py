@@ -313,8 +313,8 @@ def _read(cls: type[Config], name: str, value: object) -> object:
         require(value != "")
         read = _read_text(value) if isinstance(value, str) and not kind.plain else value
         kind.parse(read)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from error
+    except (ValueError, TypeError, OverflowError):
+        raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from None
     return read
 
 

@@ -81,9 +81,14 @@ def load_documents(
         Documents in a stable order: files by path, rows by number.
 
     Raises:
-        RopeExtendError: there is nothing to read, the column does not exist, all documents are empty, or none
-            has `min_tokens` tokens.
+        RopeExtendError: this is no tokenizer, there is nothing to read, the column does not exist, all
+            documents are empty, or none has `min_tokens` tokens.
     """
+    if not callable(tokenizer):
+        raise RopeExtendError(
+            f"load_documents needs the tokenizer of the model, got {tokenizer!r}; load it first, such as by "
+            "rope_extend.load_tokenizer"
+        )
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")

@@ -62,6 +62,11 @@ def write_library(directory: Path) -> Path:
     return directory
 
 
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="needs the tokenizer of the model, got None"):
+        load_documents(tmp_path, None)
+
+
 def test_a_directory_gives_every_text_in_it_in_order(load: Load, tmp_path: Path) -> None:
     library = write_library(tmp_path / "library")
     documents = load(library)
