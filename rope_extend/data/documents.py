@@ -53,6 +53,7 @@ def load_documents(
     min_tokens: int = 0,
     max_documents: int | None = None,
     max_tokens: int | None = None,
+    end_of_text: bool = False,
     distinct: bool = False,
     streaming: bool = False,
 ) -> list[Document]:
@@ -67,12 +68,15 @@ def load_documents(
             `"owner/name:config"`; `"demo:finetuning"` or `"demo:evaluation"`, two disjoint parts of the
             Python standard library, which every user has.
         tokenizer: a transformers tokenizer. It adds its default special tokens (BOS, if the model was trained
-            with one), so positions count as they did in training.
+            with one), so positions count as they did in training. A text that begins with a BOS token, which
+            chat templates write, gets no second one.
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
         min_tokens: documents with fewer tokens are skipped.
         max_documents: stop after this many documents; the rest is not tokenised.
         max_tokens: cut each document to its first `max_tokens` tokens.
+        end_of_text: end each document with the tokenizer's EOS token, if it has one, as in pretraining; for
+            packing.
         distinct: leave out documents whose tokens, cut to `max_tokens`, are those of an earlier one. A text
             that is measured twice says no more, but seems to.
         streaming: read a hub dataset over the network as far as `max_documents` needs, and keep no copy.
@@ -92,12 +96,17 @@ def load_documents(
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
+    end = tokenizer.eos_token_id if end_of_text else None
+    if end_of_text and end is None:
+        logger.warning("the tokenizer has no end-of-text token (eos_token), so documents end without one")
     documents: list[Document] = []
     lengths: dict[str, int] = {}
     first_of: dict[str, Document] = {}
     too_short = 0
     texts = read_texts(source, text_column, split, streaming=streaming)
     for name, ids in tokenised(texts, tokenizer, TokenCache(), first=max_documents):
+        if end is not None and len(ids) and ids[-1] != end:
+            ids = np.append(ids, np.int32(end))
         lengths[name] = len(ids)
         if not len(ids) or len(ids) < min_tokens:
             too_short += 1
@@ -184,4 +193,23 @@ def tokenised(
 def _encode(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
     # verbose=False: no warning about long texts. An empty text stays empty, even if the tokenizer adds a BOS.
     ids = iter(tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else [])
-    return [np.asarray(next(ids) if text else [], dtype=np.int32) for text in texts]
+    each = (once(next(ids), text, tokenizer) if text else [] for text in texts)
+    return [np.asarray(found, dtype=np.int32) for found in each]
+
+
+def once(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text without the BOS and EOS tokens that the tokenizer added to those of the text.
+
+    Chat templates write them, and most tokenizers add them again. No model was trained on two.
+    """
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    if (
+        bos
+        and text.startswith(bos)
+        and not text.startswith(2 * bos)
+        and ids[:2] == 2 * [tokenizer.bos_token_id]
+    ):
+        ids = ids[1:]
+    if eos and text.endswith(eos) and not text.endswith(2 * eos) and ids[-2:] == 2 * [tokenizer.eos_token_id]:
+        ids = ids[:-1]
+    return ids

@@ -205,7 +205,10 @@ def uses_chat(tokenizer: Any, chat: str = "auto") -> bool:
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Token ids of a prompt's text. With `chat`, the text has its special tokens already."""
+    from rope_extend.data.documents import once  # imports torch
+
     ids: list[int] = tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+    ids = once(ids, text, tokenizer)
     # A tokenizer that appends EOS to every text would tell the model that nothing is left to answer.
     if not chat and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]

@@ -74,7 +74,7 @@ class Recipe(Config):
     - It updates all weights at 2e-5. The default here is ten times that, because a LoRA update is the product
       of two small matrices of which one starts at zero. It trains best at about ten times the rate of full
       fine-tuning.
-    - It takes 1,000 steps, but was below the original perplexity after 200. Here it is `STEPS`, as in `advise`.
+    - It takes 1,000 steps, but was below the original perplexity after 200. Here they are `STEPS`.
     - Its batch is 64 sequences on 32 GPUs. Here it is `batch_size * gradient_accumulation` = 8 per device.
 
     Encodings that replace RoPE need more training. For them, the fields `steps`, `lora_targets` and
@@ -96,7 +96,7 @@ class Recipe(Config):
             "method", "method_parameters", "start", "current_length", "trained_length",
         ),
         "data and blocks": (
-            "block_length", "positions", "packing", "mixed_windows", "short_share",
+            "block_length", "positions", "packing", "end_of_text", "mixed_windows", "short_share",
             "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
         ),
         "optimization": (
@@ -164,6 +164,11 @@ class Recipe(Config):
         "several short documents per block, each attended to alone, with positions that restart in each; "
         "none drops documents shorter than a block",
     ] = UNPACKED
+    end_of_text: Annotated[
+        bool,
+        FLAG,
+        "end each packed document with the tokenizer's end-of-text token (EOS), as in pretraining",
+    ] = True
     mixed_windows: Annotated[
         bool,
         FLAG,
@@ -290,6 +295,9 @@ class Recipe(Config):
             "target_length, or leave block_length out": self.length > self.target_length,
             f"short_share {self.short_share:g} needs mixed_windows; set mixed_windows, or leave short_share "
             "out": self.short_share != type(self).short_share and not mixed,
+            "end_of_text is about packed documents; pack them, or leave it out": not (
+                self.end_of_text or self.packs
+            ),
             f"positions {self.positions} and packing {self.packing} cannot be combined: sampled positions "
             f"stand for one long document; {either}": sampled and packs,
             f"mixed_windows and packing {self.packing} cannot be combined: mixed windows pack short "

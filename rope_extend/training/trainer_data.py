@@ -38,8 +38,9 @@ def blocks(
         documents: from `load_documents`.
         length: tokens per block, at least 2; `"32k"` works too.
         packing: concatenate documents of any length; `position_ids` restart in each. It needs
-            `chunked_loss(model)`, which keeps documents apart under any trainer. Otherwise each block is from
-            one document, and shorter ones are dropped.
+            `chunked_loss(model)`, which keeps documents apart under any trainer. Load the documents with
+            `end_of_text=True`, as in pretraining. Otherwise each block is from one document, and shorter ones
+            are dropped.
         positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
             `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
             ones.

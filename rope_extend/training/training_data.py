@@ -107,5 +107,6 @@ def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> l
         min_tokens=2 if recipe.packs else recipe.length,
         max_documents=recipe.max_documents,
         max_tokens=recipe.max_tokens,
+        end_of_text=recipe.packs and recipe.end_of_text,
         streaming=recipe.streaming,
     )
