@@ -202,7 +202,7 @@ def once(ids: list[int], text: str, tokenizer: Any) -> list[int]:
 
     Chat templates write them, and most tokenizers add them again. No model was trained on two.
     """
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    bos, eos = (getattr(tokenizer, name, None) for name in ("bos_token", "eos_token"))
     if (
         bos
         and text.startswith(bos)
