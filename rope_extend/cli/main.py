@@ -22,12 +22,22 @@ from rope_extend import __version__
 from rope_extend.advice.shipped import shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
-from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
+from rope_extend.cli.arguments import (
+    OTHERS,
+    add_json,
+    export_target,
+    flag_table,
+    in_flags,
+    lengths,
+    methods,
+    one_method,
+)
 from rope_extend.config import method_item
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import gpu_words
 from rope_extend.method_names import method_names
 from rope_extend.models.processes import is_main_process
+from rope_extend.units import parse_length
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 MOST_IN_USAGE = 16
@@ -47,6 +57,9 @@ class Parser(argparse.ArgumentParser):
     def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words whose flags may also stand between the positional arguments."""
         words = _joined(words, _items(self))
+        if self.get_default(OTHERS) is not None:  # the words that this program does not know
+            arguments, others = self.parse_known_args(words)
+            return argparse.Namespace(**{**vars(arguments), OTHERS: others})
         below = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
             return self.parse_args(words)
@@ -60,7 +73,8 @@ def _items(parser: argparse.ArgumentParser) -> dict[str, Callable[[str], object]
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 found |= _items(below)
-        item = method_item if action.type is methods else getattr(action, "item", None)
+        own = method_item if action.type is methods else parse_length if action.type is lengths else None
+        item = own or getattr(action, "item", None)
         found |= dict.fromkeys(action.option_strings, item) if item else {}
     return found
 
@@ -142,7 +156,9 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
         discover.methods, discover.families, completion,
     ),
     "train": (train.finetune, train.search),
-    "measure": (measure.evaluate, measure.retrieve, measure.report, measure.compare, measure.plot),
+    "measure": (
+        measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare, measure.plot,
+    ),
     "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
@@ -150,7 +166,7 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
 The function `NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
 `--json` alone.
 """
-COMMANDS = {run.__name__: run for group in GROUPS.values() for run in group}
+COMMANDS = {run.__name__.replace("_", "-"): run for group in GROUPS.values() for run in group}
 _8B = "meta-llama/Meta-Llama-3-8B"
 EXAMPLES = f"""
 demo
@@ -175,6 +191,8 @@ report {_8B} --target-length 32k --data books/ --output report
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
 plot perplexity report --output ppl.svg
+lm-eval runs/yarn --tasks ruler --lengths 8k,32k --output_path ruler
+lm-eval {_8B} --method yarn --lengths 32k --tasks niah_single_1 --limit 20
 plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
 merge runs/yarn --output merged
@@ -198,7 +216,8 @@ def summary(name: str) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    COMMANDS[name].__globals__.get(f"{name}_arguments", add_json)(parser)
+    run = COMMANDS[name]
+    run.__globals__.get(f"{run.__name__}_arguments", add_json)(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,7 +258,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         rest = ["--help"]
     elif not {"-h", "--help"}.isdisjoint(rest):
         _shorten_help(parser)
-    _check_flags(parser, rest)
+    if parser.get_default(OTHERS) is None:
+        _check_flags(parser, rest)
     return parser.parse_in_any_order(rest)
 
 
@@ -295,7 +315,11 @@ def _help() -> str:
         "Extend the context window of pretrained Llama-style models.",
     ]
     for title, commands in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {run.__name__:<12}{summary(run.__name__)}" for run in commands)]
+        lines += [
+            "",
+            f"{title}:",
+            *(f"  {name:<12}{summary(name)}" for name, run in COMMANDS.items() if run in commands),
+        ]
     last = "`COMMAND --help` explains a command, `--help-all` each flag; `--version` prints the version."
     return "\n".join([*lines, "", last])
 

@@ -53,7 +53,6 @@ def load_documents(
     min_tokens: int = 0,
     max_documents: int | None = None,
     max_tokens: int | None = None,
-    end_of_text: bool = False,
     distinct: bool = False,
     streaming: bool = False,
 ) -> list[Document]:
@@ -75,8 +74,6 @@ def load_documents(
         min_tokens: documents with fewer tokens are skipped.
         max_documents: stop after this many documents; the rest is not tokenised.
         max_tokens: cut each document to its first `max_tokens` tokens.
-        end_of_text: end each document with the tokenizer's EOS token, if it has one, as in pretraining; for
-            packing.
         distinct: leave out documents whose tokens, cut to `max_tokens`, are those of an earlier one. A text
             that is measured twice says no more, but seems to.
         streaming: read a hub dataset over the network as far as `max_documents` needs, and keep no copy.
@@ -96,17 +93,12 @@ def load_documents(
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
-    end = tokenizer.eos_token_id if end_of_text else None
-    if end_of_text and end is None:
-        logger.warning("the tokenizer has no end-of-text token (eos_token), so documents end without one")
     documents: list[Document] = []
     lengths: dict[str, int] = {}
     first_of: dict[str, Document] = {}
     too_short = 0
     texts = read_texts(source, text_column, split, streaming=streaming)
     for name, ids in tokenised(texts, tokenizer, TokenCache(), first=max_documents):
-        if end is not None and len(ids) and ids[-1] != end:
-            ids = np.append(ids, np.int32(end))
         lengths[name] = len(ids)
         if not len(ids) or len(ids) < min_tokens:
             too_short += 1

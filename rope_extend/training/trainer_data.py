@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import PackedBlocks, check_packing, packed_blocks
+from rope_extend.data.packing import PackedBlocks, check_packing, ended, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import current_patch
@@ -28,6 +29,7 @@ def blocks(
     positions: str | None = None,
     model: torch.nn.Module | None = None,
     seed: int = 0,
+    tokenizer: Any | None = None,
 ) -> TrainerBlocks:
     """Cut documents into blocks of `length` tokens, for `Trainer`, trainers built on it, and your own loop.
 
@@ -38,15 +40,15 @@ def blocks(
         documents: from `load_documents`.
         length: tokens per block, at least 2; `"32k"` works too.
         packing: concatenate documents of any length; `position_ids` restart in each. It needs
-            `chunked_loss(model)`, which keeps documents apart under any trainer. Load the documents with
-            `end_of_text=True`, as in pretraining. Otherwise each block is from one document, and shorter ones
-            are dropped.
+            `chunked_loss(model)`, which keeps documents apart under any trainer. Otherwise each block is from
+            one document, and shorter ones are dropped.
         positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
             `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
             ones.
         model: the extended model; needed for `packing` and `positions`, to which not every method and family
             is suited.
         seed: seed of the positions.
+        tokenizer: with `packing`, each document ends with its end-of-text token (EOS), as in pretraining.
 
     Raises:
         RopeExtendError: texts that are too short, packing together with positions, either without a model, or
@@ -75,6 +77,7 @@ def blocks(
             )
         check_packing(patch.encoding, model.config)
         check_packed_attention(model)
+        documents = documents if tokenizer is None else ended(documents, tokenizer)
         return TrainerBlocks(packed_blocks(documents, length))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
     check_meaning(collator.sampler, patch.encoding, patch.shape)

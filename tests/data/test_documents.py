@@ -10,13 +10,16 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from cases import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import rope_extend as rx
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.packing import ended
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import _document
 from rope_extend.evaluation.prompts import encode
@@ -108,21 +111,26 @@ def test_documents_end_with_an_end_of_text_token_where_they_end(
     ends = copy.deepcopy(of_a_chat)
     ends.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
 
-    def lasts(how: PreTrainedTokenizerFast, **options: Any) -> list[tuple[int, bool]]:
-        documents = load_documents(tmp_path, how, **options)
-        return [(len(each), each.input_ids[-1].item() == EOS) for each in documents]
+    documents = load_documents(tmp_path, ends)
 
-    assert lasts(ends) == [(4, False), (6, False)]
-    assert lasts(ends, end_of_text=True, min_tokens=5) == [(5, True), (7, True)]
-    assert lasts(ends, end_of_text=True, max_tokens=5) == [(5, True), (5, False)]  # the second goes on
-    assert lasts(of_a_chat, end_of_text=True) == [(5, True), (7, True)]  # one
-    assert lasts(tokenizer, end_of_text=True) == [(4, False), (6, False)]
+    def lasts(how: PreTrainedTokenizerFast, **options: Any) -> list[tuple[int, bool]]:
+        given = load_documents(tmp_path, how, **options)
+        return [(len(each), each.input_ids[-1].item() == EOS) for each in ended(given, how, **options)]
+
+    assert [len(document) for document in documents] == [4, 6]
+    assert lasts(ends) == lasts(of_a_chat) == [(5, True), (7, True)]  # one, also if it was there
+    assert lasts(ends, max_tokens=5) == [(5, True), (5, False)]  # the second goes on
+    assert lasts(tokenizer) == [(4, False), (6, False)]
     assert "no end-of-text token" in caplog.text
     recipe = {"model": "m", "data": str(tmp_path), "output_dir": "o", "target_length": 4}
-    for options, ended in (({}, True), ({"end_of_text": False}, False)):
+    for options, expected in (({}, ended(documents, ends)), ({"end_of_text": False}, documents)):
         run = Recipe.from_dict({**recipe, "packing": "restart", **options})
-        expected = fingerprint(load_documents(tmp_path, ends, end_of_text=ended))
-        assert load_data(run, ends, (), 4).fingerprint == expected
+        assert load_data(run, ends, (), 4).fingerprint == fingerprint(expected)
+    model = tiny_llama()
+    rx.extend(model, 64, "yarn")
+    rx.chunked_loss(model)
+    for how, count in ((ends, 3), (None, 2)):
+        assert len(rx.blocks(documents, 4, packing=True, model=model, tokenizer=how)) == count
     with pytest.raises(RopeExtendError, match="end_of_text is about packed documents"):
         Recipe.from_dict({**recipe, "end_of_text": False})
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import rope_extend as rx
-from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
+from rope_extend.cli.main import COMMANDS, SHELLS, examples, main, parse
 from rope_extend.data.bundled import MODEL_DIR
 
 HEAVY = (
@@ -112,7 +112,7 @@ def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in COMMANDS:
         assert examples(name)
         for example in examples(name):
-            assert command_parser(name).parse_args(shlex.split(example)[1:])
+            assert parse(shlex.split(example))
 
 
 def test_the_lazy_names_are_those_of_their_modules() -> None:
