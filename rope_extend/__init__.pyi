@@ -8,6 +8,9 @@ from rope_extend.checkpoint.converting import convert as convert
 from rope_extend.checkpoint.exporting import export as export
 from rope_extend.checkpoint.info import info as info
 from rope_extend.checkpoint.merging import merge as merge
+from rope_extend.checkpoint.opening import base_model_of as base_model_of
+from rope_extend.checkpoint.opening import load_any as load_any
+from rope_extend.checkpoint.opening import load_tokenizer as load_tokenizer
 from rope_extend.checkpoint.publishing import push_to_hub as push_to_hub
 from rope_extend.checkpoint.restoring import load as load
 from rope_extend.checkpoint.restoring import load_adapter as load_adapter
@@ -35,6 +38,7 @@ from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
 from rope_extend.evaluation.results import RetrievalResult as RetrievalResult
+from rope_extend.evaluation.verdicts import verdict as verdict
 from rope_extend.models.families import supported_families as supported_families
 from rope_extend.patching import Patch as Patch
 from rope_extend.patching import current_patch as current_patch
@@ -48,6 +52,7 @@ from rope_extend.training.chunked_loss import chunked_loss as chunked_loss
 from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe
 from rope_extend.training.trainer_data import blocks as blocks
+from rope_extend.units import parse_lengths as parse_lengths
 
 __version__: str
 __all__: list[str]

@@ -27,6 +27,8 @@ class Kind:
         boolean: whether the field has the two flags `--name` and `--no-name`.
         choices: the names to choose from, for help; empty for values of other kinds.
         repeated: whether the flag may be given several times, for a list of its values.
+        item: for a list that may be several words, such as `--lengths 4k 8k`: refuses a word that is none of
+            its values, because a positional argument may follow.
     """
 
     expected: str
@@ -35,6 +37,7 @@ class Kind:
     boolean: bool = False
     choices: tuple[str, ...] = ()
     repeated: bool = False
+    item: Callable[[str], object] | None = None
 
     def __call__(self, owner: str, field: str, value: Any) -> Any:
         """The checked value of a field.
@@ -44,10 +47,10 @@ class Kind:
         """
         try:
             return self.parse(value)
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError):
             raise RopeExtendError(
                 f"{owner}: {field} must be {self.expected}; got {value!r} ({type(value).__name__})"
-            ) from error
+            ) from None  # the error of `parse` says less
 
 
 class Checked:

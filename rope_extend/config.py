@@ -23,6 +23,7 @@ import yaml
 from rope_extend.checks import Checked, Kind, field_hints, or_word, require, whole
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.method_names import encoding_file, method_names
 from rope_extend.units import parse_duration, parse_length
 
 AUTO = "auto"
@@ -30,15 +31,33 @@ AUTO = "auto"
 
 
 def items(value: Any) -> list[Any]:
-    """A list that is not empty; text is split at commas, and a single item becomes a list of one.
+    """A list that is not empty; text is split at commas and spaces, and a single item is a list of one.
 
-    Commas in brackets do not count, as in `yarn(beta_fast=32,beta_slow=1)`.
+    Those in brackets do not count, as in `yarn(beta_fast=32,beta_slow=1)`.
     """
     if isinstance(value, str):
-        return [item.strip() for item in re.split(r",(?![^(]*\))", value)]
+        return re.split(r"(?:\s*,\s*|\s++(?!\())(?![^(]*\))", value.strip())
     result = list(value) if isinstance(value, list | tuple) else [value]
     require(bool(result))
     return result
+
+
+def method_items(text: str) -> list[str]:
+    """As `items`, of methods: the path of a saved encoding may have spaces."""
+    pieces = [piece.strip() for piece in re.split(r",(?![^(]*\))", text)]
+    return [each for piece in pieces for each in ([piece] if _is_saved(piece) else items(piece))]
+
+
+def _is_saved(name: str) -> bool:
+    try:
+        return encoding_file(name) is not None
+    except RopeExtendError:
+        return False
+
+
+def method_item(word: str) -> None:
+    """Refuse a word that cannot be one of several methods; ValueError if it is none."""
+    require(word in (*method_names(), "as-is") or "(" in word or _is_saved(word))
 
 
 def or_auto(kind: Kind) -> Kind:
@@ -55,12 +74,12 @@ def _read_text(text: str) -> Any:
 
 
 def list_of(kind: Kind, expected: str) -> Kind:
-    """Tuples of values of `kind`; in text, commas separate them, and each is read as YAML."""
+    """Tuples of values of `kind`; in text, commas or spaces separate them, and each is read as YAML."""
 
-    def parse(value: Any) -> tuple[Any, ...]:
-        return tuple(kind.parse(_read_text(item) if isinstance(item, str) else item) for item in items(value))
+    def one(item: Any) -> Any:
+        return kind.parse(_read_text(item) if isinstance(item, str) else item)
 
-    return Kind(expected, parse)
+    return Kind(expected, lambda value: tuple(map(one, items(value))), item=one)
 
 
 def _text(value: Any) -> str:
@@ -94,7 +113,7 @@ MODEL = Kind("a path or a hub id", _path, plain=True)
 COUNT = whole(0)
 POSITIVE_COUNT = whole(1)
 LENGTH = Kind("a number of tokens, such as 32768 or 32k", parse_length)
-LENGTHS = Kind("a list of token counts, such as [4k, 8k]", _lengths)
+LENGTHS = Kind("a list of token counts, such as [4k, 8k]", _lengths, item=parse_length)
 DURATION = Kind("a duration, such as 30min or 2h", parse_duration, plain=True)
 SOURCES = Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
 PARAMETERS = Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
@@ -116,6 +135,8 @@ class Config(Checked):
     """Where a user finds YAML files to start from."""
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Headings of help, each with its fields; the fields of no group come first, under `label`."""
+    flags: ClassVar[Mapping[str, str]] = {}
+    """Flags whose name is not that of their field."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +163,7 @@ class Config(Checked):
     @classmethod
     def flag_name(cls, name: str) -> str:
         """The flag of a field: `--target-length` for `target_length`."""
-        return "--" + name.replace("_", "-")
+        return cls.flags.get(name) or "--" + name.replace("_", "-")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
@@ -249,7 +270,10 @@ def add_flags(
         if not kind.boolean:
             names = "{" + ",".join(kind.choices) + "}" if kind.choices else item.name.split("_")[-1].upper()
             settings = {"action": "append" if kind.repeated else "store", "metavar": names}
-        group.add_argument(cls.flag_name(item.name), dest=item.name, default=None, help=text, **settings)
+        action = group.add_argument(
+            cls.flag_name(item.name), dest=item.name, default=None, help=text, **settings
+        )
+        action.item = kind.item  # type: ignore[attr-defined]
 
 
 def from_arguments(
@@ -289,8 +313,8 @@ def _read(cls: type[Config], name: str, value: object) -> object:
         require(value != "")
         read = _read_text(value) if isinstance(value, str) and not kind.plain else value
         kind.parse(read)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from error
+    except (ValueError, TypeError, OverflowError):
+        raise RopeExtendError(f"{cls.flag_name(name)} must be {kind.expected}; got {value!r}") from None
     return read
 
 

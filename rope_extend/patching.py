@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -57,6 +58,8 @@ from rope_extend.units import parse_length
 logger = logging.getLogger(__name__)
 
 _STACK = "_rope_extend_patches"
+_SAID: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""What was logged of each model: an evaluation patches it again for every document."""
 
 
 def current_patch(model: nn.Module) -> Patch | None:
@@ -236,8 +239,8 @@ class Patch(Removable):
             self._log_changes(config.model_type, rope_type, old_length, in_stock=stock is not None)
 
     def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
-        """Log what was replaced, and warn about limits. Python shows only warnings by default."""
-        logger.log(
+        """Log what was replaced, and warn about limits."""
+        self._say(
             logging.INFO if before == "default" else logging.WARNING,
             "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
             model_type, before, old_length, self.encoding, self.target_length, self.shape.trained_length,
@@ -245,33 +248,47 @@ class Patch(Removable):
         adapter, base = adapter_for(model_type), unwrap(self.model)
         layer_type = adapter.layer_type(base.config)
         if layer_type is not None:
-            logger.info(
+            self._say(
+                logging.INFO,
                 "%s: only %s layers are extended; the tables of other layers are unchanged",
                 model_type, layer_type,
             )  # fmt: skip
         window = _rotated_window(base.base_model, adapter)
         if window is not None and window <= self.shape.trained_length and self.changed:
-            logger.warning(
+            self._say(
+                logging.WARNING,
                 "%s rotates only in layers that see %d tokens, in texts of any length; %s changes what these "
                 "layers learned, and does not extend the context window", model_type, window, self.encoding,
             )  # fmt: skip
         if is_soft_capped(base.config) and base.config.get_text_config()._attn_implementation == "sdpa":
-            logger.warning(
+            self._say(
+                logging.WARNING,
                 "%s caps its attention scores, and under sdpa transformers %s leaves the cap out silently; "
                 "load the model with attn_implementation='eager'", model_type, transformers.__version__,
             )  # fmt: skip
         if not in_stock:
-            logger.warning(
+            self._say(
+                logging.WARNING,
                 "stock transformers cannot represent %s for %s; save the model with rope_extend.save and "
                 "load it with rope_extend.load, or the checkpoint has its old context window",
                 self.encoding, model_type,
             )  # fmt: skip
         elif self.encoding.depends_on_length:
-            logger.warning(
+            self._say(
+                logging.WARNING,
                 "%s: stock transformers uses the table of the longest row of a batch, which is inexact with "
                 "a cache beyond %d tokens; load the model with rope_extend.load to compute it as now",
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
+
+    def _say(self, level: int, text: str, *values: object) -> None:
+        """Log what was not said of this model yet. Python shows only warnings, but what is said first."""
+        if not _SAID and not logger.hasHandlers():
+            level = logging.WARNING
+        said, message = _SAID.setdefault(unwrap(self.model), set()), text % values
+        if logger.isEnabledFor(level) and message not in said:
+            said.add(message)
+            logger.log(level, "%s", message)
 
     def learn(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
         """Set the learned parameters by name; with `partial`, names may be missing.

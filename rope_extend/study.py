@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import measure
@@ -12,7 +13,7 @@ from rope_extend.evaluation.evaluation_config import StudyConfig
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found
 from rope_extend.evaluation.verdicts import verdicts
-from rope_extend.report.tables import Section, public_name
+from rope_extend.report.tables import Section, is_private, public_name
 from rope_extend.units import format_length
 
 
@@ -43,21 +44,29 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     def verdict(found: Found) -> Section:
         return decision(found.rows, config, found.unfinished)
 
-    return measure(config, resume=resume, overwrite=overwrite, lead=verdict)
+    found = measure(config, resume=resume, overwrite=overwrite, lead=verdict)
+    own = decision(found.rows, config, found.unfinished, model=config.model)
+    return replace(found, lead=[own, *found.lead[1:]])
 
 
-def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Section:
+def decision(
+    rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = (), model: str | None = None
+) -> Section:
     """The verdict on a model, and the next command.
 
     Args:
         rows: what was measured, with the control whose context is cropped.
         config: the settings of the study.
         missing: labels of the rows of which something is not measured yet; one of them may meet the criteria.
+        model: name of the model in the command; by default one for texts that people publish.
     """
-    return Section("Verdict", notes=_decided(rows, config, missing))
+    public = f"path/to/{public_name(config.model)}" if is_private(config.model) else config.model
+    return Section("Verdict", notes=_decided(rows, config, missing, model or public))
 
 
-def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str]) -> list[str]:
+def _decided(
+    rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str], model: str
+) -> list[str]:
     assert config.target_length is not None
     target = format_length(config.target_length)
     trained = rows[0].trained_length if rows else None
@@ -84,7 +93,7 @@ def _decided(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     elif undecided:
         first = f"Not decided yet: no row meets all three criteria at {target}, and not all were measured."
     else:
-        command = f"rope-extend advise {shlex.quote(public_name(config.model))} --target-length {target}"
+        command = f"rope-extend advise {shlex.quote(model)} --target-length {target}"
         if config.trained_length is not None:
             command += f" --trained-length {format_length(config.trained_length)}"
         first = f"No row meets all three criteria at {target}."

@@ -46,13 +46,17 @@ def parse_length(length: str | SupportsIndex) -> int:
 
 
 def parse_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex]) -> list[int]:
-    """Turn one length or several into numbers of tokens, ascending and each once.
+    """Turn one length or several, such as `"4k,8k"`, into numbers of tokens, ascending and each once.
 
     Raises:
         RopeExtendError: a length that `parse_length` refuses.
     """
-    several = [lengths] if isinstance(lengths, str) or not isinstance(lengths, Iterable) else lengths
-    return sorted({parse_length(length) for length in several})
+    if isinstance(lengths, str):
+        return parse_lengths(re.split(r"[\s,]+", lengths.strip()))
+    several = lengths if isinstance(lengths, Iterable) else [lengths]
+    # What a program gets from `--lengths 4k,8k 16k` is a list, too.
+    parts = (part for each in several for part in (each.split(",") if isinstance(each, str) else [each]))
+    return sorted({parse_length(part) for part in parts})
 
 
 def format_length(tokens: int) -> str:

@@ -1,10 +1,10 @@
-"""Measure the perplexity of a model at several lengths, next to the control. Copy it and change it.
+"""Measure the perplexity of a model at several lengths, next to its control. Copy it and change it.
 
-python scripts/evaluate.py MODEL TEXT... --lengths 4096 8192 16384 --output evaluation
+python scripts/evaluate.py MODEL TEXT... --lengths 4k,8k,16k --output evaluation
 
-MODEL is an adapter or a checkpoint of rope_extend, or any model with --method. The control is the same model
-on the same targets, with a context that is cropped to the window it was trained on. An extension is of use
-where its perplexity is below that.
+MODEL is an adapter or a checkpoint of rope_extend, or any model with --method. The control is the model
+before its extension, on the same targets, with a context cropped to the window that it was trained on. The
+last line says whether the longer context is of use.
 """
 
 import argparse
@@ -12,55 +12,65 @@ import csv
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
 
 import rope_extend as rx
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("model", help="directory or hub id of a model, or of what rope_extend saved")
+parser.add_argument("model", help="directory, GGUF file or hub id of a model, or of what rope_extend saved")
 parser.add_argument("data", nargs="+", help="text files, directories, a hub dataset, or demo:evaluation")
-parser.add_argument("--lengths", type=int, nargs="+", required=True, help="context lengths in tokens")
+parser.add_argument("--lengths", nargs="+", required=True, help="lengths in tokens, such as 4k,8k,16k")
 parser.add_argument("--method", help="extend the model by this method, without training")
+parser.add_argument("--base-model", help="the model before its extension (default: as MODEL was saved)")
+parser.add_argument("--control-adapter", help="control: an adapter of the same training in the old window")
 parser.add_argument("--documents", type=int, default=16)
 parser.add_argument("--output", default="evaluation", help="directory for table and picture")
-args = parser.parse_args()
-longest = max(args.lengths)
 
-optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-tokenizer = AutoTokenizer.from_pretrained(args.model)
-if args.method is None and cached_file(args.model, "rope_extend.json", **optional):
-    model = rx.load(args.model)
-else:
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-if args.method is not None:
-    rx.extend(model, longest, args.method)
-patch = rx.current_patch(model)
-trained = patch.shape.trained_length if patch else model.config.max_position_embeddings
-documents = rx.load_documents(args.data, tokenizer, min_tokens=longest, max_documents=args.documents)
-print(f"{len(documents)} documents of at least {longest} tokens; the model was trained on {trained}")
 
-name = str(patch.encoding) if patch else "unpatched"
-rows = {name: rx.perplexity(model, documents, args.lengths).ppl}
-if longest > trained:
-    control = rx.perplexity(model, documents, args.lengths, protocol="cropped", window=trained)
-    rows[f"{name}, context cropped to {trained}"] = control.ppl
+def main(args: argparse.Namespace) -> None:
+    lengths = rx.parse_lengths(args.lengths)
+    base = args.base_model or rx.base_model_of(args.model)
+    window = rx.info(base).current_length
+    control = rx.current_patch(rx.load_any(args.control_adapter or base, base_model=base, empty=True))
+    if control and control.target_length > window:
+        parser.error(f"the control {args.control_adapter} was trained beyond the old window, {window}")
 
-output = Path(args.output)
-output.mkdir(parents=True, exist_ok=True)
-with (output / "table.csv").open("w", newline="") as file:
-    writer = csv.writer(file)
-    writer.writerow(["row", *sorted(args.lengths)])
-    for label, ppl in rows.items():
-        writer.writerow([label, *(f"{ppl[length]:.4f}" for length in sorted(args.lengths))])
-print((output / "table.csv").read_text(), end="")
+    tokenizer = rx.load_tokenizer(args.model)
+    documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
+    print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
+    for empty in (True, False):  # first without weights, so that mistakes are found before they are loaded
+        model = rx.load_any(args.model, base_model=base, empty=empty)
+        if args.method:
+            rx.extend(model, lengths[-1], args.method)
+    patch = rx.current_patch(model)
+    rows = {str(patch.encoding) if patch else "unpatched": rx.perplexity(model, documents, lengths)}
+    del model, patch
+    if lengths[-1] > window:  # the model before its extension, which may do harm within the window too
+        model = rx.load_any(args.control_adapter or base, base_model=base)
+        name = f"{Path(args.control_adapter or base).name}, context cropped to {window}"
+        rows[name] = rx.perplexity(model, documents, lengths, protocol="cropped", window=window)
 
-for label, ppl in rows.items():
-    plt.plot(sorted(ppl), [ppl[length] for length in sorted(ppl)], marker="o", label=label)
-plt.axvline(trained, color="grey", linestyle=":", label="trained window")
-plt.xscale("log", base=2)
-plt.xlabel("context length in tokens")
-plt.ylabel("perplexity")
-plt.legend()
-plt.savefig(output / "perplexity.svg", bbox_inches="tight")
-print(f"wrote {output / 'table.csv'} and {output / 'perplexity.svg'}")
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "table.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["row", *lengths])
+        writer.writerows([label, *(f"{row.ppl[n]:.4f}" for n in lengths)] for label, row in rows.items())
+    print((output / "table.csv").read_text(), end="")
+
+    for label, row in rows.items():
+        plt.plot(lengths, [row.ppl[n] for n in lengths], marker="o", label=label)
+    plt.axvline(window, color="grey", linestyle=":", label="trained window")
+    plt.xscale("log", base=2)
+    plt.xlabel("context length in tokens")
+    plt.ylabel("perplexity")
+    plt.legend()
+    plt.savefig(output / "perplexity.svg", bbox_inches="tight")
+    print(f"wrote {output / 'table.csv'} and {output / 'perplexity.svg'}")
+    print(rx.verdict(*rows.values()) if len(rows) == 2 else f"No length exceeds the window of {window}.")
+
+
+if __name__ == "__main__":
+    try:
+        main(parser.parse_args())
+    except (rx.RopeExtendError, OSError, UnicodeError) as error:  # a mistake: one sentence, no traceback
+        parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -1,6 +1,6 @@
 """Adapt a model to a longer window with LoRA, by transformers' own Trainer. Copy it and change it.
 
-python scripts/finetune.py MODEL TEXT... --target-length 32768 --method yarn --output adapter
+python scripts/finetune.py MODEL TEXT... --target-length 32k --method yarn --output adapter
 
 It saves a checkpoint every 50 steps. The same command with --resume continues from the latest one. At the
 end, --output holds an adapter for `rope_extend.load` and `rope-extend evaluate`.
@@ -10,67 +10,67 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("model", help="directory or hub id of a causal language model")
+parser.add_argument("model", help="directory, GGUF file or hub id of a causal language model")
 parser.add_argument("data", nargs="+", help="text files, directories, a hub dataset, or demo:finetuning")
-parser.add_argument("--target-length", type=int, required=True, help="new window in tokens")
+parser.add_argument("--target-length", required=True, help="new window in tokens, such as 32k")
 parser.add_argument("--method", default="yarn", help="see `rope-extend methods`")
-parser.add_argument(
-    "--block-length", type=int, help="tokens of a training block (default: the target length)"
-)
-parser.add_argument(
-    "--positions", help="pose, cream or random: short blocks at positions of the whole window"
-)
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--block-length", help="tokens of a training block (default: the target length)")
+parser.add_argument("--positions", help="pose, cream or random: short blocks, positions of the whole window")
+parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--batch-size", type=int, default=1)
 parser.add_argument("--learning-rate", type=float, default=2e-4)
 parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
-args = parser.parse_args()
-if not args.resume and Path(args.output).exists():
-    parser.error(f"{args.output} exists: give another --output, or --resume")
-length = args.block_length or args.target_length
-# One that was interrupted while it was written has no state: that is written last.
-complete = [state.parent for state in Path(args.output).glob("checkpoint-*/trainer_state.json")]
-latest = max(complete, key=lambda path: int(path.name[11:]), default=None) if args.resume else None
-if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
-    parser.error(f"{args.output} holds files, but no checkpoint to resume: give another --output")
-set_seed(0)
 
-tokenizer = AutoTokenizer.from_pretrained(args.model)
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
-lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-model = get_peft_model(model, lora)
-model.print_trainable_parameters()
 
-documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
-blocks = rx.blocks(documents, length, positions=args.positions, model=model)
-print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
+def main(args: argparse.Namespace) -> None:
+    # A checkpoint that was interrupted while it was written has no state: that is written last.
+    complete = [state.parent for state in Path(args.output).glob("checkpoint-*/trainer_state.json")]
+    latest = max(complete, key=lambda path: int(path.name[11:]), default=None) if args.resume else None
+    if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
+        advice = ", but no checkpoint to resume" if args.resume else "; add --resume to continue that run"
+        parser.error(f"{args.output} holds files{advice}, or give another --output")
+    length = rx.parse_lengths(args.block_length or args.target_length)[0]
+    set_seed(0)
 
-rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
-settings = TrainingArguments(
-    args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
-    learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
-    logging_steps=10, save_steps=50, save_total_limit=2, report_to=[],
-)  # fmt: skip
-trainer = Trainer(
-    model,
-    settings,
-    train_dataset=blocks,
-    processing_class=tokenizer,  # so that checkpoints have it too
-    callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
-)
-trainer.train(resume_from_checkpoint=latest and str(latest))
-rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
-print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")
+    tokenizer = rx.load_tokenizer(args.model)
+    rx.extend(rx.load_any(args.model, empty=True), args.target_length, args.method)  # finds mistakes at once
+    documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
+
+    model = rx.load_any(args.model)
+    rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    model.print_trainable_parameters()
+
+    blocks = rx.blocks(documents, length, positions=args.positions, model=model)
+    print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
+    rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
+    settings = TrainingArguments(
+        args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
+        learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
+        logging_steps=10, save_steps=50, save_total_limit=2, report_to=[],
+    )  # fmt: skip
+    trainer = Trainer(
+        model,
+        settings,
+        train_dataset=blocks,
+        data_collator=default_data_collator,  # blocks have one length, and not every tokenizer can pad
+        processing_class=tokenizer,  # so that checkpoints have it too
+        callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
+    )
+    trainer.train(resume_from_checkpoint=latest and str(latest))
+    rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
+    print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")
+
+
+if __name__ == "__main__":
+    try:
+        main(parser.parse_args())
+    except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
+        parser.exit(2, f"{parser.prog}: error: {error}\n")

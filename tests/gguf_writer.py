@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,35 @@ def add_tokens(writer: Any, count: int) -> None:
     writer.add_token_list([f"t{i}" for i in range(count)])
     writer.add_token_scores([0.0] * count)
     writer.add_token_types([gguf.TokenType.NORMAL] * count)
+
+
+def writes(
+    tokenizer: Any, kind: str, names: dict[str, str] | None = None, **keys: Any
+) -> Callable[[Any, int], None]:
+    """Adds a tokenizer to a file, as llama.cpp's converter does; `names` are other texts of some tokens."""
+    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+    tokens = [(names or {}).get(token, token) for token in tokens]
+
+    def write(writer: Any, _count: int) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens)
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        control = gguf.TokenType.CONTROL
+        writer.add_token_types([control if t[0] == "<" and len(t) > 1 else 1 for t in tokens])
+        if kind == "gpt2":
+            writer.add_token_merges([" ".join(pair) for pair in merges])
+        else:
+            ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+            writer.add_token_scores([-float(ranks.get(token, -1)) for token in tokens])
+        for key, value in keys.items():
+            if isinstance(value, bool):
+                writer.add_bool(f"tokenizer.{key}", value)
+            elif isinstance(value, int):
+                writer.add_uint32(f"tokenizer.{key}", value)
+            else:
+                writer.add_string(f"tokenizer.{key}", value)
+
+    return write
 
 
 def converted(

@@ -16,18 +16,16 @@ import torch
 from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
-from rope_extend.memory.gpus import UTILISATION, Gpu
+from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, Gpu
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
-from rope_extend.training.recipe import Recipe
+from rope_extend.training.recipe import STEPS, Recipe
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-STEPS = 400
-"""The YaRN paper's steps (2309.00071), there with 64 sequences each."""
 STEP_TOKENS = 262_144
 """Tokens of a step, if one sequence has no more: with `STEPS`, 105 million tokens at 32k and beyond.
 
@@ -56,7 +54,8 @@ class Work:
         tokens: tokens in all steps.
         operations: floating-point operations in all steps, recomputation included.
         gpu: the name of the GPU.
-        hours: on it, at the higher and at the lower share of its peak; None if only its memory is known.
+        hours: on it, at the higher and at the lower share of its peak, and at least `LEAST_STEP` for a step;
+            None if only its memory is known.
     """
 
     steps: int
@@ -69,7 +68,9 @@ class Work:
         """The same work on a GPU."""
         hours = None
         if gpu.peak is not None:
-            least, most = (self.operations / gpu.peak / share / 3600 for share in reversed(UTILISATION))
+            floor = self.steps * LEAST_STEP
+            seconds = (max(floor, self.operations / gpu.peak / share) for share in reversed(UTILISATION))
+            least, most = (each / 3600 for each in seconds)
             hours = least, most
         return replace(self, gpu=gpu.name, hours=hours)
 

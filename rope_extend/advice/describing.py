@@ -83,5 +83,5 @@ def _amount(work: Work) -> str:
 def _hours(work: Work) -> str:
     if work.hours is None:
         return "name the GPU for an estimate, as in --gpu h100"
-    shortest, longest = (format_duration(3600 * hours) for hours in work.hours)
-    return f"{work.gpu} {shortest} to {longest}"
+    ends = dict.fromkeys(format_duration(3600 * hours) for hours in work.hours)
+    return f"{work.gpu} {' to '.join(ends)}"

@@ -10,14 +10,16 @@ from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checks import field_hints
-from rope_extend.config import Config, add_flags, items
+from rope_extend.config import Config, add_flags, method_items
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.method_names import check_method_name
 from rope_extend.models.locating import check_path
-from rope_extend.units import memory_size, parse_length
+from rope_extend.units import memory_size, parse_length, parse_lengths
 
 Value = TypeVar("Value")
+OTHERS = "others"
+"""The argument that has the words for another program; a command with a default for it takes any words."""
 
 
 def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -47,6 +49,8 @@ path = argument(expand_home)
 """The path of a file or a directory, which need not exist."""
 length = argument(parse_length)
 """A number of tokens: `32k`, `4096`."""
+lengths = argument(parse_lengths)
+"""Several numbers of tokens: `4k,8k`."""
 size = argument(memory_size)
 """A number of bytes: `20GB`, `512MiB`."""
 checkpoint = checked(check_path)
@@ -57,8 +61,8 @@ one_method = checked(check_method_name)
 
 @argument
 def methods(text: str) -> list[str]:
-    """Names of methods, separated by commas outside brackets; `as-is` is the encoding that the model has."""
-    found = [name for name in items(text) if name]
+    """Names of methods, separated by commas or spaces; `as-is` is the encoding that the model has."""
+    found = [name for name in method_items(text) if name]
     for name in found:
         if name != "as-is":
             check_method_name(name)

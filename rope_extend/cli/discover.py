@@ -175,7 +175,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--file", type=path, required=True, metavar="FILE", help="long text, in UTF-8")
     add("--ask", metavar="QUESTION", help="question after the text (default: continue the text)")
     text = "longest answer in tokens (default: 200)"
-    add("--new-tokens", type=length, default=200, metavar="N", help=text)
+    add("--max-new-tokens", type=length, default=200, metavar="N", help=text)
     text = "longest prompt in tokens (default: the window of the model, less the answer)"
     add("--max-tokens", type=length, metavar="N", help=text)
     text = "extend a checkpoint without training to this window, and answer before and after"
@@ -230,16 +230,16 @@ def generate(arguments: argparse.Namespace) -> None:
             "--target-length, or leave --no-before out"
         )
     tokenizer = pretrained(AutoTokenizer, subjects.tokenizer)
-    window = subjects.window - arguments.new_tokens
+    window = subjects.window - arguments.max_new_tokens
     if window < 1:
         raise RopeExtendError(
-            f"an answer of {arguments.new_tokens:,} tokens leaves no room in a window of "
-            f"{subjects.window:,}; use a smaller --new-tokens"
+            f"an answer of {arguments.max_new_tokens:,} tokens leaves no room in a window of "
+            f"{subjects.window:,}; use a smaller --max-new-tokens"
         )
     most = arguments.max_tokens or window
     if most > window:
         raise RopeExtendError(
-            f"--max-tokens {most:,} and an answer of {arguments.new_tokens:,} exceed the window of "
+            f"--max-tokens {most:,} and an answer of {arguments.max_new_tokens:,} exceed the window of "
             f"{subjects.window:,} tokens; use at most {window:,}"
         )
     prompt = long_prompt(tokenizer, text, arguments.ask, most, chat="off" if arguments.no_chat else "auto")
@@ -249,6 +249,10 @@ def generate(arguments: argparse.Namespace) -> None:
     for label, model in subjects.answerers(before=not arguments.no_before):
         print(f"--- {label}", flush=True)
         answer(
-            model, tokenizer, prompt.ids, arguments.new_tokens, lambda piece: print(piece, end="", flush=True)
+            model,
+            tokenizer,
+            prompt.ids,
+            arguments.max_new_tokens,
+            lambda piece: print(piece, end="", flush=True),
         )
         print()

@@ -12,20 +12,32 @@ import errno
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
 from rope_extend.advice.shipped import shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
-from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
+from rope_extend.cli.arguments import (
+    OTHERS,
+    add_json,
+    export_target,
+    flag_table,
+    in_flags,
+    lengths,
+    methods,
+    one_method,
+)
+from rope_extend.config import method_item
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import gpu_words
 from rope_extend.method_names import method_names
 from rope_extend.models.processes import is_main_process
+from rope_extend.units import parse_length
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 MOST_IN_USAGE = 16
@@ -44,10 +56,56 @@ class Parser(argparse.ArgumentParser):
 
     def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words whose flags may also stand between the positional arguments."""
+        words = _joined(words, _items(self))
+        if self.get_default(OTHERS) is not None:  # the words that this program does not know
+            arguments, others = self.parse_known_args(words)
+            return argparse.Namespace(**{**vars(arguments), OTHERS: others})
         below = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
             return self.parse_args(words)
         return self.parse_intermixed_args(words)
+
+
+def _items(parser: argparse.ArgumentParser) -> dict[str, Callable[[str], object]]:
+    """What refuses a word that is no value of a list, by the flag of the list."""
+    found: dict[str, Callable[[str], object]] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= _items(below)
+        own = method_item if action.type is methods else parse_length if action.type is lengths else None
+        item = own or getattr(action, "item", None)
+        found |= dict.fromkeys(action.option_strings, item) if item else {}
+    return found
+
+
+def _joined(words: Sequence[str], items: Mapping[str, Callable[[str], object]]) -> list[str]:
+    """Words as argparse understands them: `--lengths 4k 8k` as `--lengths 4k,8k`, and `-4k` as a value."""
+    found: list[str] = []
+    item, filled = None, False
+    for number, word in enumerate(words):
+        if word == "--":
+            return [*found, *words[number:]]
+        if word.startswith("--"):
+            flag, filled = word.partition("=")[0], "=" in word
+            item = items.get(flag)
+            found.append(word)
+        elif re.match(r"-\d", word) and found and found[-1].startswith("--") and not filled:
+            found[-1], filled = f"{found[-1]}={word}", True
+        elif item and filled and _accepts(item, word):
+            found[-1] += f",{word}"
+        else:
+            item, filled = None if filled else item, True
+            found.append(word)
+    return found
+
+
+def _accepts(item: Callable[[str], object], word: str) -> bool:
+    try:
+        item(word)
+    except (RopeExtendError, ValueError, TypeError):
+        return False
+    return True
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +156,9 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
         discover.methods, discover.families, completion,
     ),
     "train": (train.finetune, train.search),
-    "measure": (measure.evaluate, measure.retrieve, measure.report, measure.compare, measure.plot),
+    "measure": (
+        measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare, measure.plot,
+    ),
     "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
@@ -106,7 +166,7 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
 The function `NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
 `--json` alone.
 """
-COMMANDS = {run.__name__: run for group in GROUPS.values() for run in group}
+COMMANDS = {run.__name__.replace("_", "-"): run for group in GROUPS.values() for run in group}
 _8B = "meta-llama/Meta-Llama-3-8B"
 EXAMPLES = f"""
 demo
@@ -121,9 +181,9 @@ completion bash
 methods
 families
 search {_8B} --target-length 32k --data books/ --output factors
-finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan
-finetune recipe.yaml --output-dir runs/yarn
-finetune recipe.yaml --output-dir runs/yarn --resume
+finetune --model {_8B} --data books/ --target-length 32k --output runs/yarn --plan
+finetune recipe.yaml --output runs/yarn
+finetune recipe.yaml --output runs/yarn --resume
 evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report
 evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report
 retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles
@@ -131,6 +191,8 @@ report {_8B} --target-length 32k --data books/ --output report
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
 plot perplexity report --output ppl.svg
+lm-eval runs/yarn --tasks ruler --lengths 8k,32k --output_path ruler
+lm-eval {_8B} --method yarn --lengths 32k --tasks niah_single_1 --limit 20
 plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
 merge runs/yarn --output merged
@@ -154,7 +216,8 @@ def summary(name: str) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    COMMANDS[name].__globals__.get(f"{name}_arguments", add_json)(parser)
+    run = COMMANDS[name]
+    run.__globals__.get(f"{run.__name__}_arguments", add_json)(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,7 +258,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         rest = ["--help"]
     elif not {"-h", "--help"}.isdisjoint(rest):
         _shorten_help(parser)
-    _check_flags(parser, rest)
+    if parser.get_default(OTHERS) is None:
+        _check_flags(parser, rest)
     return parser.parse_in_any_order(rest)
 
 
@@ -251,7 +315,11 @@ def _help() -> str:
         "Extend the context window of pretrained Llama-style models.",
     ]
     for title, commands in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {run.__name__:<12}{summary(run.__name__)}" for run in commands)]
+        lines += [
+            "",
+            f"{title}:",
+            *(f"  {name:<12}{summary(name)}" for name, run in COMMANDS.items() if run in commands),
+        ]
     last = "`COMMAND --help` explains a command, `--help-all` each flag; `--version` prints the version."
     return "\n".join([*lines, "", last])
 

@@ -1,14 +1,27 @@
-"""Commands that measure: evaluate, retrieve, report, compare, and plot, which draws."""
+"""Commands that measure: evaluate, retrieve, report, compare, lm-eval, and plot, which draws."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rope_extend.cli.arguments import add_json, add_output, add_settings, length, methods, path
+from rope_extend.cli.arguments import (
+    OTHERS,
+    add_base_model,
+    add_json,
+    add_output,
+    add_settings,
+    checkpoint,
+    length,
+    lengths,
+    methods,
+    one_method,
+    path,
+)
 from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
@@ -20,6 +33,7 @@ from rope_extend.evaluation.evaluation_config import (
 )
 from rope_extend.evaluation.protocols import protocol_help
 from rope_extend.files import check_new, write_text
+from rope_extend.models.locating import check_checkpoint
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 PLAN = "the estimated memory and time of each length, which need no weights, and with --data of all"
@@ -211,6 +225,46 @@ def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
         as_json = getattr(arguments, "json", False)
         print(json.dumps({**plan.to_dict(), "work": work}, indent=2) if as_json else text)
     plan.check()
+
+
+def lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `lm-eval`; all others are the harness' own."""
+    parser.allow_abbrev = False
+    parser.set_defaults(**{OTHERS: []})
+    add = parser.add_argument
+    add(
+        "model", type=checkpoint, help="a run of finetune, a checkpoint's directory, a GGUF file, or a hub id"
+    )
+    text = "lengths in tokens of tasks that make their own prompts, such as ruler"
+    add("--lengths", type=lengths, default=[], metavar="N,N", help=text)
+    add("--method", type=one_method, metavar="NAME", help="extend the model by this method, without training")
+    text = "window for --method (default: the longest of --lengths)"
+    add("--target-length", type=length, metavar="N", help=text)
+    add_base_model(parser)
+    parser.epilog = "All other arguments go to the harness: --tasks, --limit, --apply_chat_template, ..."
+
+
+def lm_eval(arguments: argparse.Namespace) -> None:
+    """Run tasks of EleutherAI's lm-evaluation-harness, such as RULER, LongBench and BABILong.
+
+    The model comes first. It is loaded with its adapter and its encoding, long prompts are processed in
+    chunks, and scoring never holds the logits of the whole window. Requests are scored one at a time.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise RopeExtendError("lm-eval needs EleutherAI's harness: pip install 'rope_extend[lm-eval]'")
+    target = arguments.target_length or max(arguments.lengths, default=None)
+    if arguments.method is not None and target is None:
+        raise RopeExtendError(
+            f"--method {arguments.method} needs a window to extend to; give --target-length"
+        )
+    if arguments.method is None and arguments.target_length is not None:
+        raise RopeExtendError("--target-length is the window for --method; give both, or neither")
+    check_checkpoint(arguments.model)  # before torch is imported
+
+    from rope_extend.evaluation.harness import run_harness
+
+    given = {"pretrained": arguments.model, "base_model": arguments.base_model, "method": arguments.method}
+    run_harness({**given, "target_length": target}, arguments.lengths, arguments.others)
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,8 @@ def load_documents(
             `"owner/name:config"`; `"demo:finetuning"` or `"demo:evaluation"`, two disjoint parts of the
             Python standard library, which every user has.
         tokenizer: a transformers tokenizer. It adds its default special tokens (BOS, if the model was trained
-            with one), so positions count as they did in training.
+            with one), so positions count as they did in training. A text that begins with a BOS token, which
+            chat templates write, gets no second one.
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
         min_tokens: documents with fewer tokens are skipped.
@@ -81,9 +82,14 @@ def load_documents(
         Documents in a stable order: files by path, rows by number.
 
     Raises:
-        RopeExtendError: there is nothing to read, the column does not exist, all documents are empty, or none
-            has `min_tokens` tokens.
+        RopeExtendError: this is no tokenizer, there is nothing to read, the column does not exist, all
+            documents are empty, or none has `min_tokens` tokens.
     """
+    if not callable(tokenizer):
+        raise RopeExtendError(
+            f"load_documents needs the tokenizer of the model, got {tokenizer!r}; load it first, such as by "
+            "rope_extend.load_tokenizer"
+        )
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
@@ -179,4 +185,23 @@ def tokenised(
 def _encode(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
     # verbose=False: no warning about long texts. An empty text stays empty, even if the tokenizer adds a BOS.
     ids = iter(tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else [])
-    return [np.asarray(next(ids) if text else [], dtype=np.int32) for text in texts]
+    each = (once(next(ids), text, tokenizer) if text else [] for text in texts)
+    return [np.asarray(found, dtype=np.int32) for found in each]
+
+
+def once(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text without the BOS and EOS tokens that the tokenizer added to those of the text.
+
+    Chat templates write them, and most tokenizers add them again. No model was trained on two.
+    """
+    bos, eos = (getattr(tokenizer, name, None) for name in ("bos_token", "eos_token"))
+    if (
+        bos
+        and text.startswith(bos)
+        and not text.startswith(2 * bos)
+        and ids[:2] == 2 * [tokenizer.bos_token_id]
+    ):
+        ids = ids[1:]
+    if eos and text.endswith(eos) and not text.endswith(2 * eos) and ids[-2:] == 2 * [tokenizer.eos_token_id]:
+        ids = ids[:-1]
+    return ids

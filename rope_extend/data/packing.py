@@ -10,6 +10,7 @@ use the mask of transformers for packed sequences.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from rope_extend.encodings import Encoding, LinearAttention
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
 from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
 
 _RECURRENT = ("linear", "conv", "mamba", "hybrid", "recurrent")
 """Parts of the names of layer types that carry a state from token to token, which no mask stops."""
@@ -79,6 +82,24 @@ class PackedBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
             f"PackedBlocks({len(self)} of {format_length(self.length)} tokens, from {len(self._documents)} "
             f"documents, {self.tokens_left_over} tokens left over)"
         )
+
+
+def ended(documents: Sequence[Document], tokenizer: Any, max_tokens: int | None = None) -> list[Document]:
+    """Documents that end with the tokenizer's end-of-text token (EOS), as in pretraining.
+
+    Those that end with it already stay as they are, those of `max_tokens` tokens, which go on, and all if the
+    tokenizer has no such token.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        logger.warning("the tokenizer has no end-of-text token (eos_token), so documents end without one")
+        return list(documents)
+    return [
+        document
+        if len(document) == max_tokens or document.input_ids[-1] == end
+        else Document(document.name, torch.cat([document.input_ids, torch.tensor([end])]))
+        for document in documents
+    ]
 
 
 def packed(pieces: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids of one text, `[T]`."""
 
-_FORMAT = "1"
-"""Part of every key; changes with the format of the files."""
+_FORMAT = "2"
+"""Part of every key; changes with the format of the files, and with what is done to the tokens."""
 
 _IRRELEVANT = ("chat_template", "is_local", "local_files_only", "model_max_length", "name_or_path")
 """Settings in `tokenizer_config.json` that do not change how text is split. Some tell how it was loaded."""

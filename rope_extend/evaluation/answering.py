@@ -71,7 +71,7 @@ def generate(
     )  # fmt: skip
     more: dict[str, Any] = {}
     if bool(mask.all()):  # else padding would have to be hidden from the chunks
-        more = {CACHE: _filled_cache(model, ids, new_tokens)}
+        more = {CACHE: filled_cache(model, ids, new_tokens)}
     if write is not None:
         more["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         more["streamer"].on_finalized_text = lambda text, stream_end=False: write(text)
@@ -116,7 +116,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor(self.finished(input_ids), device=input_ids.device)
 
 
-def _filled_cache(model: Any, ids: Tensor, new_tokens: int) -> DynamicCache | None:
+def filled_cache(model: Any, ids: Tensor, new_tokens: int) -> DynamicCache | None:
     """The cache of all tokens but the last of long prompts `[B, T]`, from which `generate` continues.
 
     It is filled in chunks, so that activations stay small: `generate` processes prompts whole, and for an 8B

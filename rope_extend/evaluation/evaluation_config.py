@@ -23,6 +23,8 @@ from rope_extend.config import (
     TEXT,
     Config,
     items,
+    method_item,
+    method_items,
     or_auto,
 )
 from rope_extend.errors import RopeExtendError
@@ -48,7 +50,12 @@ def _names(value: Any) -> tuple[str, ...]:
     """Names or paths, each once; an empty list is allowed, and text is split at commas."""
     if isinstance(value, list | tuple) and not value:
         return ()
-    return tuple(dict.fromkeys(PATH.parse(item) for item in items(value)))
+    named = [name.strip() for name in value.split(",")] if isinstance(value, str) else items(value)
+    return tuple(dict.fromkeys(map(PATH.parse, named)))
+
+
+def _methods(value: Any) -> tuple[str, ...]:
+    return _names(method_items(value) if isinstance(value, str) else value)
 
 
 def _tasks(value: Any) -> tuple[str, ...]:
@@ -71,11 +78,12 @@ def _depths(value: Any) -> int | tuple[float, ...]:
 
 
 _NAMES = Kind("a list of names or paths", _names, plain=True)
+_METHODS = Kind("a list of methods", _methods, plain=True, item=method_item)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths)
+DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths, item=float)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
-_TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
+_TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True, item=choice(*TASKS).parse)
 
 
 _BLOCKS = "blocks of targets that the cropped control scores beyond its window; each costs a window"
@@ -91,7 +99,7 @@ class ModelConfig(Config):
     adapters: Annotated[tuple[str, ...], _NAMES, "directories of adapters of this model, one row each"] = ()
     methods: Annotated[
         tuple[str, ...] | None,
-        _NAMES,
+        _METHODS,
         "untrained rows: methods by name, none for plain RoPE, as-is for the checkpoint's own encoding "
         "(default: as-is, or no such row if there are adapters)",
     ] = None
@@ -155,7 +163,6 @@ class ModelConfig(Config):
     """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
     flags: ClassVar[Mapping[str, str]] = {"attention": "--attn", "max_documents": "--documents"}
-    """Flags whose name is not that of their field."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,11 +188,6 @@ class ModelConfig(Config):
     def computed_defaults(self) -> Mapping[str, Any]:
         """Without `methods`, the checkpoint's own encoding is measured, unless there are adapters."""
         return {"methods": () if self.adapters else (AS_IS,)}
-
-    @classmethod
-    def flag_name(cls, name: str) -> str:
-        """The flag of a field."""
-        return cls.flags.get(name) or super().flag_name(name)
 
     @classmethod
     def default_text(cls, item: Field[Any]) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, Unpack
 import numpy as np
 import torch
 
-from rope_extend.data.documents import Document, fingerprint
+from rope_extend.data.documents import Document, fingerprint, once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.loss_computer import (
@@ -290,7 +290,7 @@ def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
             raise RopeExtendError(
                 f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
             )
-        value = tokenizer(value, verbose=False)["input_ids"]
+        value = once(tokenizer(value, verbose=False)["input_ids"], value, tokenizer)
     if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
         hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
         raise RopeExtendError(

@@ -45,7 +45,7 @@ def depths_from(depths: object) -> tuple[tuple[float, ...], float]:
     if isinstance(depths, int) and not isinstance(depths, bool):
         values, width = [round((n + 0.5) / depths, 6) for n in range(depths)], 1 / max(1, depths)
     elif isinstance(depths, str):
-        values = [float(depth) for depth in depths.split(",")]
+        values = [float(depth) for depth in re.split(r"[\s,]+", depths.strip())]
     elif isinstance(depths, float | list | tuple):
         values = [float(depth) for depth in (depths if isinstance(depths, list | tuple) else [depths])]
     if not values or not all(0 <= depth <= 1 for depth in values):
@@ -225,7 +225,10 @@ def uses_chat(tokenizer: Any, chat: str = "auto") -> bool:
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     """Token ids of a prompt's text. With `chat`, the text has its special tokens already."""
+    from rope_extend.data.documents import once  # imports torch
+
     ids: list[int] = tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+    ids = once(ids, text, tokenizer)
     # A tokenizer that appends EOS to every text would tell the model that nothing is left to answer.
     if not chat and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
-from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
 from rope_extend.report.tables import Section
 from rope_extend.units import format_length
@@ -85,6 +86,35 @@ def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str]
         f"{MOST_COST - 1:.0%} more perplexity within the trained window than plain RoPE before training."
     )
     return [Section("In short", notes=[*said, note])]
+
+
+def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
+    """Say in one sentence whether a longer context is of use, and whether that is certain.
+
+    Args:
+        result: what was measured of the extended model, by the protocol `prefix`.
+        control: the base model, by the protocol `cropped`, on the same texts and lengths. Only the targets
+            beyond its `window` count: before them, both have read the same.
+
+    Raises:
+        RopeExtendError: the control was not cropped, no length is beyond its window, or the two were measured
+            on different texts.
+    """
+    differences = result.against(control) if control.cropped else []
+    if not differences:
+        raise RopeExtendError(
+            "verdict compares a result with its control: on the same texts and lengths, of which the longest "
+            f"exceeds the control's window; got {result!r} and {control!r}, window {control.window}"
+        )
+    base = EvaluationRow("the control", result=control, trained_length=control.window)
+    change = differences[-1]
+    said, useful = _gain(Comparison(base, EvaluationRow("the model", result=result), [change]))
+    worse = change.clear and change.nats > 0
+    if useful:
+        return f"The longer context is of use, certainly: {said}."
+    if worse or (useful is False and not math.isfinite(change.ratio)):
+        return f"The longer context is of no use: {said}."
+    return f"No use of the longer context is certain: {said}."
 
 
 def _gain(comparison: Comparison) -> Criterion:

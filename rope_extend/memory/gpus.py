@@ -16,6 +16,13 @@ PaLM's authors collected 21 to 46 % (2204.02311, table 3), and Llama 3 reached 3
 table 4). Those runs had many devices. We have not measured ours.
 """
 
+LEAST_STEP = 0.1
+"""Seconds that a training step takes at least, on any GPU.
+
+A step starts some ten thousand kernels (8 forward and backward passes, and AdamW), each in about ten
+microseconds. For small models that is more than the operations take. An assumption, not measured.
+"""
+
 
 @dataclass(frozen=True)
 class Gpu:

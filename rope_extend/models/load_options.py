@@ -135,6 +135,18 @@ class LoadOptions:
         Raises:
             RopeExtendError: no such checkpoint, or it cannot be loaded this way.
         """
+        return pretrained(AutoModelForCausalLM, name, **self.arguments(name, reserve=reserve)).eval()
+
+    def arguments(self, name: str, *, reserve: int = 0) -> dict[str, Any]:
+        """The arguments for `from_pretrained` with which `load` loads a checkpoint.
+
+        Args:
+            name: as in `load`.
+            reserve: as in `load`.
+
+        Raises:
+            RopeExtendError: as `load`.
+        """
         config, device = self._config(name), self.torch_device
         if self.limit_memory is not None and device.type == "cuda":
             gpus = range(torch.cuda.device_count()) if self.device_map is not None else [device]
@@ -153,7 +165,7 @@ class LoadOptions:
                 arguments["max_memory"] = self._memory_for_weights(reserve)
         elif device.type != "cpu" or self.quantize or is_quantized(config):
             arguments["device_map"] = {"": device}
-        return pretrained(AutoModelForCausalLM, name, **arguments).eval()
+        return arguments
 
     def _config(self, name: str) -> Any:
         config = pretrained(AutoConfig, name)

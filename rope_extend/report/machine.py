@@ -18,6 +18,7 @@ OPTIONAL = {
     "bitsandbytes": ("quantize: 4bit", "pip install 'rope_extend[quantize]'"),
     "flash_attn": ("--attn flash_attention_2", "pip install flash-attn"),
     "gguf": ("GGUF files as models, and export --to llama.cpp", "pip install 'rope_extend[gguf]'"),
+    "lm_eval": ("the command lm-eval", "pip install 'rope_extend[lm-eval]'"),
     "tensorboard": ("trackers: [tensorboard]", "pip install 'rope_extend[tensorboard]'"),
 }
 """Optional packages: what needs each, and how to install it."""

@@ -134,6 +134,7 @@ class SearchConfig(Config):
         "evolution": ("population", "mutants", "crossovers", "parents", "iterations", "probability"),
     }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
+    flags: ClassVar[Mapping[str, str]] = {"attention": "--attn"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,11 +166,6 @@ class SearchConfig(Config):
         half = 2 if self.target_length > HALVED_ABOVE else 1
         sizes = {"population": 64, "mutants": 16, "crossovers": 16, "parents": 32}
         return {"lengths": (self.target_length,), **{name: size // half for name, size in sizes.items()}}
-
-    @classmethod
-    def flag_name(cls, name: str) -> str:
-        """The flag of a field."""
-        return "--attn" if name == "attention" else super().flag_name(name)
 
     @property
     def race_passes(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import PackedBlocks, check_packing, packed_blocks
+from rope_extend.data.packing import PackedBlocks, check_packing, ended, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import current_patch
@@ -28,6 +29,7 @@ def blocks(
     positions: str | None = None,
     model: torch.nn.Module | None = None,
     seed: int = 0,
+    tokenizer: Any | None = None,
 ) -> TrainerBlocks:
     """Cut documents into blocks of `length` tokens, for `Trainer`, trainers built on it, and your own loop.
 
@@ -46,6 +48,7 @@ def blocks(
         model: the extended model; needed for `packing` and `positions`, to which not every method and family
             is suited.
         seed: seed of the positions.
+        tokenizer: with `packing`, each document ends with its end-of-text token (EOS), as in pretraining.
 
     Raises:
         RopeExtendError: texts that are too short, packing together with positions, either without a model, or
@@ -74,6 +77,7 @@ def blocks(
             )
         check_packing(patch.encoding, model.config)
         check_packed_attention(model)
+        documents = documents if tokenizer is None else ended(documents, tokenizer)
         return TrainerBlocks(packed_blocks(documents, length))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
     check_meaning(collator.sampler, patch.encoding, patch.shape)

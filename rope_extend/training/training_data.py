@@ -11,7 +11,7 @@ from rope_extend.data.choices import UNPACKED
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
-from rope_extend.data.packing import packed_blocks
+from rope_extend.data.packing import ended, packed_blocks
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
 
@@ -99,7 +99,7 @@ def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> lis
 
 
 def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> list[Document]:
-    return load_documents(
+    documents = load_documents(
         source,
         tokenizer,
         text_column=recipe.text_column,
@@ -108,4 +108,7 @@ def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> l
         max_documents=recipe.max_documents,
         max_tokens=recipe.max_tokens,
         streaming=recipe.streaming,
+    )
+    return (
+        ended(documents, tokenizer, recipe.max_tokens) if recipe.packs and recipe.end_of_text else documents
     )

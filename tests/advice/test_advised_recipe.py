@@ -9,6 +9,8 @@ from known_models import a_plan, write_config
 
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.answer import advise
+from rope_extend.advice.describing import _hours
+from rope_extend.memory.gpus import LEAST_STEP
 from rope_extend.training.recipe import Recipe
 
 
@@ -25,6 +27,12 @@ def test_tokens_do_not_grow_with_the_window(
     work = advise(write_config(tmp_path, "tinyllama-1b", max_position_embeddings=512), window).work
     assert work is not None
     assert (work.steps, work.tokens) == (steps, steps * sequences * window)
+    # With one operation for each token, what counts is the least time of a step.
+    assert work.hours == pytest.approx((steps * LEAST_STEP / 3600,) * 2)
+    if window == 32_768:
+        assert _hours(work) == "H100 40 s"
+        values = {"model": "m", "data": "d", "output_dir": "o", "target_length": window}
+        assert Recipe.from_dict(values).steps == steps  # what a bare `finetune` takes
     if 32_768 <= window <= 524_288:
         assert work.tokens == 200 * 64 * 8192
 

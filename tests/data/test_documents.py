@@ -1,24 +1,33 @@
 """Documents from every kind of source, tokenised once; blocks of one document each; lengths as text."""
 
+import copy
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 import torch
+from cases import tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import rope_extend as rx
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.packing import ended
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.perplexity import _document
+from rope_extend.evaluation.prompts import encode
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.training_data import load_data
 from rope_extend.units import format_length, parse_length
 
-BOS = 256
+BOS, EOS = 256, 257
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,75 @@ def write_library(directory: Path) -> Path:
     (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     datasets.Dataset.from_list([{"text": "p" * 5, "n": 1}]).to_parquet(directory / "rows.parquet")
     return directory
+
+
+@pytest.fixture
+def of_a_chat(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds BOS and EOS, with a template that writes both, as Llama 3's writes BOS."""
+    chat = copy.deepcopy(tokenizer)
+    chat.add_special_tokens({"eos_token": "</s>"})
+    chat.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    chat.chat_template = (
+        "{{ bos_token }}{% for turn in messages %}{{ turn.content }}{% endfor %}{{ eos_token }}"
+    )
+    return chat
+
+
+def test_a_chat_has_one_bos_and_one_eos(
+    of_a_chat: PreTrainedTokenizerFast, load: Load, tmp_path: Path
+) -> None:
+    """The tokens are those that transformers gives the chat itself."""
+    turns = [{"role": "user", "content": "hello"}]
+    expected = of_a_chat.apply_chat_template(turns, return_dict=False)
+    text = of_a_chat.apply_chat_template(turns, tokenize=False)
+    for name, content in (("chat", text), ("plain", "hello"), ("two", f"<s>{text}</s>")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    found = {path.name: path.input_ids.tolist() for path in load_documents(tmp_path, of_a_chat)}
+    assert found["chat.txt"] == found["plain.txt"] == expected
+    assert found["two.txt"] == [BOS, BOS, BOS, *expected[1:-1], EOS, EOS, EOS]  # as somebody wrote them
+    assert _document(text, 0, of_a_chat).input_ids.tolist() == expected
+    assert encode(of_a_chat, text, False) == expected[:-1]  # the answer follows
+
+
+def test_documents_end_with_an_end_of_text_token_where_they_end(
+    of_a_chat: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / ".cache")
+    for name, content in (("a", "one"), ("b", "three"), ("c", "")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    ends = copy.deepcopy(of_a_chat)
+    ends.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor
+
+    documents = load_documents(tmp_path, ends)
+
+    def lasts(how: PreTrainedTokenizerFast, **options: Any) -> list[tuple[int, bool]]:
+        given = load_documents(tmp_path, how, **options)
+        return [(len(each), each.input_ids[-1].item() == EOS) for each in ended(given, how, **options)]
+
+    assert [len(document) for document in documents] == [4, 6]
+    assert lasts(ends) == lasts(of_a_chat) == [(5, True), (7, True)]  # one, also if it was there
+    assert lasts(ends, max_tokens=5) == [(5, True), (5, False)]  # the second goes on
+    assert lasts(tokenizer) == [(4, False), (6, False)]
+    assert "no end-of-text token" in caplog.text
+    recipe = {"model": "m", "data": str(tmp_path), "output_dir": "o", "target_length": 4}
+    for options, expected in (({}, ended(documents, ends)), ({"end_of_text": False}, documents)):
+        run = Recipe.from_dict({**recipe, "packing": "restart", **options})
+        assert load_data(run, ends, (), 4).fingerprint == fingerprint(expected)
+    model = tiny_llama()
+    rx.extend(model, 64, "yarn")
+    rx.chunked_loss(model)
+    for how, count in ((ends, 3), (None, 2)):
+        assert len(rx.blocks(documents, 4, packing=True, model=model, tokenizer=how)) == count
+    with pytest.raises(RopeExtendError, match="end_of_text is about packed documents"):
+        Recipe.from_dict({**recipe, "end_of_text": False})
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="needs the tokenizer of the model, got None"):
+        load_documents(tmp_path, None)
 
 
 def test_a_directory_gives_every_text_in_it_in_order(load: Load, tmp_path: Path) -> None:

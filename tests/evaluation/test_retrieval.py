@@ -330,14 +330,14 @@ def test_before_and_after_are_the_base_model_and_the_adapter(work: Path, run: Pa
 def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
-    line = ["generate", str(run), "--file", str(file), "--ask", "what?", "--new-tokens", "4"]
+    line = ["generate", str(run), "--file", str(file), "--ask", "what?", "--max-new-tokens", "4"]
     main(line)
     captured = capsys.readouterr()
     assert [part.partition(":")[0] for part in captured.out.split("--- ")[1:]] == ["before", "after"]
     assert "the first " in captured.err  # the text is longer than the window, and that is said
     main([*line, "--no-before"])
     assert "before" not in capsys.readouterr().out
-    plain = ["generate", str(work / "model"), "--file", str(file), "--new-tokens", "2"]
+    plain = ["generate", str(work / "model"), "--file", str(file), "--max-new-tokens", "2"]
     main([*plain, "--target-length", "64", "--method", "dynamic_ntk"])
     assert "after: dynamic_ntk" in capsys.readouterr().out
     main(plain)
@@ -349,7 +349,7 @@ def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.Captu
     [
         ("{run} --file {out}/no.txt", "no such file"),
         ("{run} --file {out}/binary.txt", "UTF-8"),
-        ("{run} --file {out}/text.txt --new-tokens 128", "leaves no room"),
+        ("{run} --file {out}/text.txt --max-new-tokens 128", "leaves no room"),
         ("{run} --file {out}/text.txt --target-length 64", "leave --target-length"),
         ("{run} --file {out}/text.txt --trained-length 16", "leave --trained-length"),
         ("{model} --file {out}/text.txt --base-model {model}", "holds no adapter"),

@@ -253,13 +253,18 @@ def test_a_report_on_tasks_alone_says_what_is_missing() -> None:
     assert found == ["No row can be judged: no perplexity was measured; give long documents (--data)."]
 
 
-def test_the_next_command_has_the_same_window_and_no_folder_of_the_author(work: Path, tmp_path: Path) -> None:
+def test_the_next_command_names_no_folder_of_the_author_in_what_is_published(
+    work: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "my model"
     shutil.copytree(work / "model", model)
     config = StudyConfig(model=str(model), target_length=64, trained_length=32)
-    text = decision([CONTROL, judged("yarn", 1.1, 1.0)], config).markdown()
-    assert "rope-extend advise 'my model' --target-length 64 --trained-length 32 --gpu GPU" in text
+    rows, command = [CONTROL, judged("yarn", 1.1, 1.0)], "--target-length 64 --trained-length 32 --gpu GPU"
+    text = decision(rows, config).markdown()
+    assert f"rope-extend advise 'path/to/my model' {command}" in text
     assert str(tmp_path) not in text
+    own = decision(rows, config, model=config.model).markdown()
+    assert f"rope-extend advise '{model}' {command}" in own
 
 
 def test_settings() -> None:

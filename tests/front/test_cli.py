@@ -16,8 +16,10 @@ from cases import TRAINED
 
 import rope_extend as rx
 from rope_extend.cli.arguments import in_flags
-from rope_extend.cli.main import COMMANDS, main
+from rope_extend.cli.main import COMMANDS, main, parse
+from rope_extend.cli.measure import model_config
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.models.locating import check_path, is_path
 from rope_extend.report.machine import OPTIONAL, examine
 
@@ -51,6 +53,25 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpt_neox" in run("families", capsys)
 
 
+@pytest.mark.parametrize("way", [("{},{}",), ("{}", "{}"), ("{} {}",), ("{} , {}",)], ids=" / ".join)
+def test_lists_have_commas_or_spaces_and_a_model_may_follow(way: tuple[str, ...]) -> None:
+    composed = "resonance(yarn(beta_fast=16, beta_slow=2))"
+
+    def written(*pair: str) -> list[str]:
+        return list(pair) if len(way) == 2 else [way[0].format(*pair)]
+
+    for name, pair, values in (
+        ("lengths", ("4k", "8192"), (4096, 8192)),
+        ("methods", (composed, "as-is"), (composed, "as-is")),
+        ("depths", ("0", "0.5"), (0.0, 0.5)),
+        ("tasks", ("passkey", "needle"), ("passkey", "needle")),
+    ):
+        config = model_config(RetrievalConfig, parse(["retrieve", f"--{name}", *written(*pair), "model"]))
+        assert (getattr(config, name), config.model) == (values, "model")
+    for start in (["demo"], ["plot", "frequencies", "model", "--output", "o.png"]):
+        assert parse([*start, "--methods", *written("none", "yarn")]).methods == ["none", "yarn"]
+
+
 def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_bytes((work / "model" / "config.json").read_bytes())
     found = json.loads(run("info {model} --json", capsys, model=tmp_path))
@@ -64,13 +85,17 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
     [
         ("info {out}", "has no config.json"),
         ("evaluate {model} --lenghts 16 --output {out}/x", "Did you mean '--lengths'"),
-        ("finetune --model {model} --data {data} --output-dir {out}/x", "target_length"),
-        ("finetune --model {model} --data {out} --output-dir {out}/x --target-length 64", "nothing to read"),
-        ("finetune --model {model} --data {data} --output-dir {out}/x --target-length 64k", "tokens"),
+        ("finetune --model {model} --data {data} --output {out}/x", "target_length"),
+        ("finetune --model {model} --data {out} --output {out}/x --target-length 64", "nothing to read"),
+        ("finetune --model {model} --data {data} --output {out}/x --target-length 64k", "tokens"),
         ("evaluate {model} --data {data} --lengths 16 --methods yarn --output {out}/x", "nothing to extend"),
         ("evaluate {model} {out} --data {data} --lengths 16 --output {out}/x", "no rope_extend.json"),
         ("evaluate {model} --data {data} --lengths 4k --output {out}/x", "no document of at least"),
         ("evaluate {out} --data {data} --output {out}/x", "has no config.json"),
+        ("advise {model} --target-length -4k", "not a length in tokens: '-4k'"),
+        ("finetune {model} --data {data} --output {out}/x --target-length -4k", "or 32k; got '-4k'"),
+        ("evaluate {model} --lengths -4k 8k --output {out}/x", "such as [4k, 8k]; got '-4k,8k'"),
+        ("evaluate --lengths 16 32 {model} {out}/y --data {data} --output {out}/x", "there is no directory"),
         ("plot perplexity {out} --output {out}/a.png", "no results"),
         ("plot training {out} --output {out}/a.png", "metrics.jsonl"),
         ("plot frequencies {model} --output {out}/a.xyz", "must end in"),

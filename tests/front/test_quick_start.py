@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import rope_extend as rx
-from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
+from rope_extend.cli.main import COMMANDS, SHELLS, examples, main, parse
 from rope_extend.data.bundled import MODEL_DIR
 
 HEAVY = (
@@ -42,19 +42,19 @@ LIGHT = [
     ("generate model --file book.txt --method yran", 2, "Did you mean 'yarn'"),
     ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
     (
-        f"finetune {MODEL_DIR} --data bok.txt --output-dir o --target-length 4k",
+        f"finetune {MODEL_DIR} --data bok.txt --output o --target-length 4k",
         2,
         "no file matches 'bok.txt'",
     ),
-    ("finetune --model m --data d --output-dir o --target-length 4k --method yran", 2, "Did you mean 'yarn'"),
-    ("finetune --model m --data d --output-dir o --target-length 4k --steps ten", 2, "steps must be"),
+    ("finetune --model m --data d --output o --target-length 4k --method yran", 2, "Did you mean 'yarn'"),
+    ("finetune --model m --data d --output o --target-length 4k --steps ten", 2, "steps must be"),
     ("finetune --model m --limit-memory 24", 2, "with its unit"),
     ("evaluate m --data d --output o --lengths 32kb", 2, "--lengths must be"),
     ("evaluate m --data d --output o --protocol slidng", 2, "sliding"),
     ("plot frequencies m --output o.png --methods yran", 2, "Did you mean 'yarn'"),
-    ("finetune --model m --data d --output-dir o --target-length 64 --json", 2, "--json belongs to --plan"),
+    ("finetune --model m --data d --output o --target-length 64 --json", 2, "--json belongs to --plan"),
     ("finetune m --data d", 2, "missing output_dir"),
-    ("finetune m --model m --data d --output-dir o", 2, "two models are given"),
+    ("finetune m --model m --data d --output o", 2, "two models are given"),
     ("finetune llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
 ]
 """Command lines that need no torch: the exit status, and a part of what they print."""
@@ -112,7 +112,7 @@ def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in COMMANDS:
         assert examples(name)
         for example in examples(name):
-            assert command_parser(name).parse_args(shlex.split(example)[1:])
+            assert parse(shlex.split(example))
 
 
 def test_the_lazy_names_are_those_of_their_modules() -> None:

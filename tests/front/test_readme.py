@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from commands import Commands
 
 import rope_extend as rx
 from rope_extend.advice.shipped import shipped_names
-from rope_extend.cli.main import parse
+from rope_extend.cli.arguments import flag_table
+from rope_extend.cli.main import command_parser, parse
 from rope_extend.cli.train import recipe_of
 from rope_extend.models.families import REFUSED
 from rope_extend.training.resume import checkpoints, read_state
@@ -65,7 +67,20 @@ def arguments(words: list[str]) -> list[str] | None:
     return words[words.index("rope_extend") + 1 :] if "rope_extend" in words else None
 
 
-OURS = sorted({tuple(ours) for words in COMMANDS if (ours := arguments(words))})
+TEXT = "\n".join(map(read, [*PAGES, *METHODS, CARD, "CONTRIBUTING.md"])).replace("\\\n", " ")
+TEXT = TEXT.replace("$start", "current")  # of a loop
+LINE = re.compile(
+    r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*((?:rope-extend |\w+ .*(?:-m rope_|&& rope-)extend )[^`\n]*)$", re.MULTILINE
+)
+OURS = sorted({
+    tuple(ours)
+    for line in LINE.findall(TEXT)
+    for command in re.split(r" && ", line)
+    if (words := shlex.split(command, comments=True)) and (ours := arguments(words))
+})  # fmt: skip
+"""The arguments of every command in a block of code, whatever the block's language or indentation."""
+SPANS = sorted({tuple(shlex.split(text)) for text in re.findall(r"`rope-extend ([^`\n]+)`", TEXT)})
+"""Commands within sentences, which may lack arguments."""
 
 
 def runs_here(words: list[str]) -> bool:
@@ -114,14 +129,29 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
-def test_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    parsed = parse(words)
-    if words[0] == "finetune":
-        recipe_of(parsed)
+def test_commands_parse(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory that looks like a clone, with what the commands name."""
+    for name in ("rope_extend", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "factors").mkdir()
+    shutil.copy(ROOT / "configs/results/searched.json", tmp_path / "factors" / "encoding.json")
+    monkeypatch.chdir(tmp_path)
     for word in words:
-        if word.startswith(("configs/", "rope_extend/")):
+        if word.startswith("./"):
+            Path(word).mkdir()
+        elif word.endswith(".gguf"):
+            Path(word).touch()
+        elif word.startswith(("configs/", "rope_extend/")):
             assert Path(word).exists(), word
+    parsed = parse(words)
+    if words[0] == "finetune" and Path(words[1]).exists():
+        recipe_of(parsed)
+
+
+@pytest.mark.parametrize("words", SPANS, ids=" ".join)
+def test_commands_in_sentences_name_flags_that_exist(words: tuple[str, ...]) -> None:
+    flags = flag_table(command_parser(words[0])).values()
+    assert {word for word in words[1:] if word.startswith("--")} <= {"--help", "--help-all", *flags}
 
 
 def test_parts_of_scripts_are_in_a_script() -> None:

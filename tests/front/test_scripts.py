@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import ast
 import csv
+import math
 import os
+import re
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 import torch
+from cases import TRAINED, tiny_llama
 from commands import ON_A_CPU, Commands
+from gguf_writer import converted, writes
+from logical_devices import spread
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 import rope_extend as rx
 from rope_extend.demo.run import MODEL_DIR
+from rope_extend.models.load_options import LoadOptions
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
@@ -38,15 +47,172 @@ def test_a_script_is_short_and_uses_public_names_alone(path: Path) -> None:
     assert "import rope_extend." not in text
 
 
-@pytest.mark.parametrize(("flags", "said"), [([], "exists"), (["--resume"], "no checkpoint to resume")])
-def test_training_replaces_nothing(flags: list[str], said: str, tmp_path: Path) -> None:
+class Scripts:
+    """Runs scripts in this process, as `python scripts/NAME.py` does; returns what they print."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def run(self, *words: object) -> str:
+        self.monkeypatch.setattr(sys, "argv", [*map(str, words)])
+        runpy.run_path(str(words[0]), run_name="__main__")
+        return self.capsys.readouterr().out
+
+    def fail(self, *words: object) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            self.run(*words)
+        assert stopped.value.code == 2
+        return self.capsys.readouterr().err
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Scripts:
+    return Scripts(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("flags", "said"), [([], "; add --resume"), (["--resume"], ", but no checkpoint")])
+def test_training_replaces_nothing(flags: list[str], said: str, scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"of another model")
-    command = [sys.executable, *TRAINING, "--steps", "1", "--output", str(tmp_path), *flags]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 2, found.stderr
-    assert f"{tmp_path} " in found.stderr
-    assert said in found.stderr
+    assert f"{tmp_path} holds files{said}" in scripts.fail(*TRAINING, "--output", tmp_path, *flags)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+MISTAKES = {
+    "an extension": (f"{FINETUNE} MODEL DATA --target-length 16", "must exceed the trained window"),
+    "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
+    "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
+    "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
+    "short text": (f"{EVALUATE} MODEL DATA --lengths 4k", "no document of at least 4,096 tokens"),
+    "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
+    "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
+    "a file": (f"{GENERATE} MODEL DATA/b", "No such file"),
+    "no window": (f"{GENERATE} MODEL DATA/a.txt --method yarn", "belong together"),
+}
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_before_weights_are_loaded(
+    mistake: str, work: Path, plain_adapters: list[str], scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(LoadOptions, "load", load)
+    monkeypatch.chdir(work)
+    words, said = MISTAKES[mistake]
+    names = {"MODEL": work / "model", "DATA": work / "data", "BEYOND": plain_adapters[1]}
+    given = [re.sub("[A-Z]{4,}", lambda name: str(names[name[0]]), word) for word in words.split()]
+    assert said in scripts.fail(*given).splitlines()[-1]
+
+
+@pytest.fixture(scope="module", params=["no pad and no bos", "bos and no pad", "slow", "gguf"])
+def subject(request: pytest.FixtureRequest, work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of TRAINED tokens with a tokenizer of one of the kinds that users have."""
+    directory, tokenizer = tmp_path_factory.mktemp("subject"), AutoTokenizer.from_pretrained(work / "model")
+    if request.param == "gguf":
+        return converted(tiny_llama(), directory / "model.gguf", tokenizer=writes(
+            tokenizer.backend_tokenizer, "gpt2", **{"ggml.pre": "gpt-2", "ggml.add_bos_token": False}
+        ))  # fmt: skip
+    if request.param == "slow":
+        tokenizer = ByT5Tokenizer(extra_ids=0)
+    if request.param == "bos and no pad":
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        ids = [("<s>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=ids)
+    tokenizer.save_pretrained(directory)
+    tiny_llama(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id).save_pretrained(directory)
+    return directory
+
+
+def cropped(lm: Any, documents: list[rx.Document], length: int, window: int) -> float:
+    """The perplexity of `cropped` by its definition in docs/measuring.md: one forward for each target."""
+    total, lm = 0.0, lm.double().eval()
+    for document in documents:
+        for target in range(1, length):
+            start = max(0, math.ceil((target + 1 - window) / (window // 2))) * (window // 2)
+            ids = document.input_ids[start:target].clone()
+            if document.input_ids[0] == lm.config.bos_token_id:
+                ids[0] = lm.config.bos_token_id
+            with torch.no_grad():
+                logits = lm(ids[None]).logits[0, -1]
+            total -= logits.log_softmax(-1)[document.input_ids[target]].item()
+    return math.exp(total / len(documents) / (length - 1))
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scripts, tmp_path: Path) -> None:
+    """Trained, measured and generated from; the control is the model before, computed naively."""
+    run, data, table = tmp_path / "run", work / "data", tmp_path / "out" / "table.csv"
+    run.mkdir()  # as a run that failed leaves it
+    scripts.run(FINETUNE, subject, data, "--target-length", 64, "--steps", 2, "--output", run)
+    words = [data, "--lengths", "16,32", "64", "--documents", 2, "--output", table.parent]
+    said = scripts.run(EVALUATE, run, *words).splitlines()
+    head, ours, control = csv.reader(table.open())
+    assert head == ["row", "16", "32", "64"]
+    assert (ours[0], control[0]) == ("yarn(factor=2)", f"{subject.name}, context cropped to {TRAINED}")
+    assert said[-1].startswith("No use of the longer context is certain: from 32 to 64, ")  # two documents
+    documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
+    base = LoadOptions(device="cpu").load(str(subject))
+    for column, length in enumerate((16, 32, 64), 1):
+        assert float(control[column]) == pytest.approx(cropped(base, documents, length, TRAINED), rel=1e-5)
+    assert "tokens of prompt" in scripts.run(GENERATE, run, data / "a.txt", "--max-new-tokens", 3)
+    if subject.is_dir():  # merged weights are no control; their record has no path to the base model
+        merged = rx.merge(run, tmp_path / "merged")
+        assert f"no directory '{subject.name}'" in scripts.fail(EVALUATE, merged, *words)
+        scripts.run(EVALUATE, merged, *words, "--base-model", subject)
+        assert list(csv.reader(table.open()))[2] == control
+    extended = [GENERATE, subject, data / "a.txt", "--method", "yarn", "--target-length", "2k"]
+    assert "expect nonsense" not in scripts.run(*extended, "--max-new-tokens", 3)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_the_control_may_have_the_same_training(
+    work: Path, plain_adapters: list[str], scripts: Scripts, tmp_path: Path
+) -> None:
+    control, words = plain_adapters[0], [EVALUATE, work / "model", work / "data", "--output", tmp_path]
+    scripts.run(*words, "--lengths", 64, "--method", "linear", "--control-adapter", control)
+    label, found = list(csv.reader((tmp_path / "table.csv").open()))[-1]
+    assert label == f"{Path(control).name}, context cropped to {TRAINED}"
+    documents = rx.load_documents(work / "data", rx.load_tokenizer(work / "model"))
+    assert float(found) == pytest.approx(
+        cropped(rx.load(control, base_model=str(work / "model")), documents, 64, TRAINED), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(("gpus", "where"), [(0, {}), (1, {"": torch.device("cuda:0")}), (2, "auto")])
+def test_a_model_is_loaded_on_the_gpus_that_there_are(
+    gpus: int, where: Any, work: Path, plain_adapters: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*names: Any, device_map: Any = {}, max_memory: Any = None, **more: Any) -> Any:  # noqa: B006
+        given.append(device_map)
+        return load(*names, **more)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(LoadOptions, "_memory_for_weights", lambda *_: {})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    for name in (work / "model", plain_adapters[0]):
+        rx.load_any(name, base_model=str(work / "model"))
+    assert given == [where, where]
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_inputs_go_to_the_device_of_the_model(
+    work: Path, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shown without a GPU: tensors of two devices in one function are an error."""
+    model = rx.load_any(work / "model")
+    for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(rx, "load_any", lambda *_, empty=False, **__: tiny_llama() if empty else model)
+    with spread(model, "cuda:0") as mode:
+        scripts.run(EVALUATE, work / "model", work / "data", "--lengths", "16,32", "--output", tmp_path)
+        scripts.run(GENERATE, work / "model", work / "data" / "a.txt", "--max-new-tokens", 3)
+    assert mode.reads
 
 
 @pytest.mark.slow
@@ -77,15 +243,12 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
     (hub / ".no_exist" / REVISION).mkdir(parents=True)
     (hub / ".no_exist" / REVISION / "config.json").touch()
     said = commands.run(
-        EVALUATE, "me/adapter", "demo:evaluation", "--lengths", "128", "512", "--documents", "2",
+        EVALUATE, "me/adapter", "demo:evaluation", "--lengths", "128,512", "--documents", "2",
         "--output", str(tmp_path / "evaluation"),
         environment={**ON_A_CPU, "HF_HUB_CACHE": str(tmp_path / "hub")},
     )  # fmt: skip
-    head, ours, control = csv.reader((tmp_path / "evaluation" / "table.csv").open())
-    assert head == ["row", "128", "512"]
-    assert ours[0] == "yarn(factor=2)"
-    assert "cropped to 256" in control[0]
-    assert float(ours[1]) == pytest.approx(float(control[1]), rel=1e-3)
+    _, ours, control = csv.reader((tmp_path / "evaluation" / "table.csv").open())
+    assert (ours[0], control[0]) == ("yarn(factor=2)", "model, context cropped to 256")
     assert (tmp_path / "evaluation" / "perplexity.svg").exists()
     assert "2 documents" in said
     prompt = tmp_path / "prompt.txt"

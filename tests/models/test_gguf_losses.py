@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import FamilyCase, llama, tiny_model
-from gguf_writer import converted, without_weights
+from gguf_writer import converted, without_weights, writes
 from test_gguf_models import loaded
-from test_gguf_tokenizer import byte_level, writes
+from test_gguf_tokenizer import byte_level
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, llama, tiny_llama
-from gguf_writer import converted, gguf
-from test_gguf_tokenizer import TEXT, writes
+from gguf_writer import converted, gguf, writes
+from test_gguf_tokenizer import TEXT
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import llama
-from gguf_writer import converted, gguf
+from gguf_writer import converted, writes
 from hypothesis import given
 from hypothesis import strategies as st
 from llama_cpp_texts import RECORDED, TEXTS
@@ -61,39 +60,6 @@ def sentencepiece() -> Tokenizer:
     trained = SentencePiece(add_prefix_space=True)
     trained.train_from_iterator([TEXT] * 3, vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])
     return trained
-
-
-def merges_of(tokenizer: Any) -> list[tuple[str, str]]:
-    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
-
-
-def writes(
-    tokenizer: Any, kind: str, names: dict[str, str] | None = None, **keys: Any
-) -> Callable[[Any, int], None]:
-    """Adds a tokenizer to a file, as llama.cpp's converter does; `names` are other texts of some tokens."""
-    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    tokens = [(names or {}).get(token, token) for token in tokens]
-
-    def write(writer: Any, _count: int) -> None:
-        writer.add_tokenizer_model(kind)
-        writer.add_token_list(tokens)
-        merges = merges_of(tokenizer)
-        control = gguf.TokenType.CONTROL
-        writer.add_token_types([control if t[0] == "<" and len(t) > 1 else 1 for t in tokens])
-        if kind == "gpt2":
-            writer.add_token_merges([" ".join(pair) for pair in merges])
-        else:
-            ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
-            writer.add_token_scores([-float(ranks.get(token, -1)) for token in tokens])
-        for key, value in keys.items():
-            if isinstance(value, bool):
-                writer.add_bool(f"tokenizer.{key}", value)
-            elif isinstance(value, int):
-                writer.add_uint32(f"tokenizer.{key}", value)
-            else:
-                writer.add_string(f"tokenizer.{key}", value)
-
-    return write
 
 
 def file_with(path: Path, tokenizer: Any, kind: str, **keys: Any) -> Path:

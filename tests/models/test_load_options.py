@@ -228,7 +228,7 @@ def test_an_adapter_in_place_of_a_model_is_refused(
     data, target, out = ["--data", str(work / "data")], ["--target-length", "64"], str(tmp_path / "out")
     options = {
         "search": [str(adapter), *data, *target, "--output", out],
-        "finetune": ["--model", str(adapter), *data, *target, "--output-dir", out],
+        "finetune": ["--model", str(adapter), *data, *target, "--output", out],
         "evaluate": [str(adapter), *data, "--output", out],
         "advise": [str(adapter), *target],
     }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import rope_extend as rx
+from rope_extend import patching
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.rope import GrowingRope
@@ -216,6 +217,26 @@ ALREADY_SCALED = {
         "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
     },
 }  # fmt: skip
+
+
+def test_what_is_replaced_is_said_once_for_each_method(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation patches the model again for each document. Python shows the first line alone."""
+    model = llama()
+    with caplog.at_level(logging.INFO, "rope_extend"):
+        for _document in range(3):
+            for method in ("linear", "yarn"):
+                rx.extend(model, TARGET, method).remove()
+    said = [record.message for record in caplog.records]
+    assert [message.partition(" replaced by ")[2].partition("(")[0] for message in said] == ["linear", "yarn"]
+    caplog.clear()
+    logger = logging.getLogger("rope_extend.patching")
+    monkeypatch.setattr(logger, "hasHandlers", lambda: False)
+    patching._SAID.clear()
+    rx.extend(model, TARGET, "linear").remove()
+    rx.extend(model, TARGET, "yarn").remove()
+    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", said[0])]
 
 
 @pytest.mark.parametrize("rope_type", sorted(ALREADY_SCALED))

@@ -80,6 +80,7 @@ def test_a_wrong_value_is_refused_with_what_was_expected(field: str, value: obje
     with pytest.raises(RopeExtendError, match=rf"recipe: {field} must be .*{expected}") as error:
         Recipe.from_dict({**REQUIRED, field: value})
     assert repr(value) in str(error.value)
+    assert error.value.__suppress_context__  # Python would show a bare ValueError first
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:
@@ -88,7 +89,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
 
 
 def test_missing_keys_are_all_named() -> None:
-    with pytest.raises(RopeExtendError, match=r"missing data, output_dir; .* --data, --output-dir"):
+    with pytest.raises(RopeExtendError, match=r"missing data, output_dir; .* --data, --output"):
         Recipe.from_dict({"model": "m", "target_length": "32k"})
 
 
