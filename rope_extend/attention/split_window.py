@@ -45,6 +45,8 @@ _WHOLE = "_rope_extend_whole"
 window that it belongs to."""
 _SPLIT = "_rope_extend_split_window"
 """The attribute of a decoder with its `SplitWindow`, and of keys and caches that hold a share of the heads."""
+_SINKS = "sinks"
+"""The parameter of attention modules with one number for each head, as in gpt-oss."""
 _INPUTS = {"input_ids": 0, "inputs_embeds": 0, "position_ids": 0, "token_type_ids": 0}
 """Inputs of a decoder that have an entry for each token, and what pads them."""
 _KNOWN = {*_INPUTS, "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", CACHE}
@@ -195,14 +197,14 @@ class SplitHandler:
         if not getattr(key, _SPLIT, False):  # those of a shared cache have been exchanged
             repeat = processes.repeats(key_heads)
             key, value = (processes.heads_of(each, window.tokens, repeat=repeat) for each in (key, value))
-        kwargs = dict(call.kwargs)
+        first, kwargs = processes.rank * query.shape[1], dict(call.kwargs)
         if self.inner is not None or "position_ids" in kwargs:
             kwargs["position_ids"] = window.positions
         output, _ = self._attend(
             replace(
                 call, query=query, key=key, value=value, mask=window.mask_of(call.module), kwargs=kwargs,
-                inner=_Grouped(call.inner),
-                given={**call.given, HEADS: (processes.rank * query.shape[1], heads)},
+                inner=_OfSomeHeads(call.inner, slice(first, first + query.shape[1])),
+                given={**call.given, HEADS: (first, heads)},
             ).with_full_mask()
         )  # fmt: skip
         padded = call.query.shape[2] * processes.size - window.tokens
@@ -215,21 +217,28 @@ class SplitHandler:
         return attended
 
 
-class _Grouped:
-    """A model's own attention function, for another number of queries for each key than its module has."""
+class _OfSomeHeads:
+    """A model's own attention function, for the heads of this process.
 
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self.inner = inner
+    Such functions look at their module for the number of queries of a key, and for its sinks, one for each head.
+    """
+
+    def __init__(self, inner: Callable[..., Any], heads: slice) -> None:
+        self.inner, self.heads = inner, heads
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        before, groups = getattr(module, "num_key_value_groups", None), query.shape[1] // key.shape[1]
-        if before in (None, groups):
-            return self.inner(module, query, key, *args, **kwargs)
-        module.num_key_value_groups = groups
+        values = {"num_key_value_groups": query.shape[1] // key.shape[1], _SINKS: getattr(module, _SINKS, None)}
+        if values[_SINKS] is not None:
+            values[_SINKS] = kwargs["s_aux"] = values[_SINKS][self.heads]
+        places = [vars(module), module._parameters]
+        before = [(place, name, place[name]) for place in places for name in values if name in place]
         try:
+            for place, name, _ in before:
+                place[name] = values[name]
             return self.inner(module, query, key, *args, **kwargs)
         finally:
-            module.num_key_value_groups = before
+            for place, name, value in before:
+                place[name] = value
 
 
 def split_window(model: nn.Module, group: Any = None) -> SplitWindow:
@@ -283,12 +292,12 @@ def check_split(model: nn.Module, processes: int) -> None:
     found = decoder_layers(lm)
     layers = [] if found is None else list(found.layers)
     attending = set(modules)
-    if reason is None and any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
-        reason = "it has convolutions over the tokens"
     if reason is None and not (layers and all(attending & set(layer.modules()) for layer in layers)):
         reason = "it has layers that mix tokens without attention"
-    if reason is None and any(dict(module.named_parameters(recurse=False)) for module in modules):
-        reason = "its attention has parameters of its own for each head"
+    if any(isinstance(module, nn.Conv1d) for layer in layers for module in layer.modules()):
+        reason = reason or "it has convolutions over the tokens"
+    if any({name for name, _ in module.named_parameters(recurse=False)} - {_SINKS} for module in modules):
+        reason = reason or "its attention has parameters besides its projections"
     if reason is not None:
         raise UnsupportedModelError(f"split_window: {family} cannot be shared by several processes: {reason}")
     for module in adapter.rotary_modules(lm.base_model).values():
