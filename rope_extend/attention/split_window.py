@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import Sampler
 from transformers.masking_utils import create_masks_for_generate
 
+from rope_extend.attention.foreign_splits import ring_mesh, ulysses
 from rope_extend.attention.functions import (
     HANDLER,
     HEADS,
@@ -436,6 +437,10 @@ class SplitWindow(Removable):
         if any(mine is not now for mine, now in zip(self._handlers, handlers, strict=True)):
             raise PatchError(
                 "split_window: the model was patched after it was split; call remove(), and split_window again"
+            )
+        if ring_mesh() is not None or ulysses(self._decoder):
+            raise PatchError(
+                "split_window: another library shares the sequence too; start without cp_size and sp_size"
             )
         unknown = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _KNOWN]
         unknown += [name for name in ("output_attentions", "output_hidden_states") if kwargs.get(name)]
