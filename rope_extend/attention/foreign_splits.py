@@ -65,10 +65,14 @@ def check_foreign_split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[
         return
     setting = f"torch's ring attention (cp_size {mesh.size()})"
     if reason := ring_refusal(encoding):
-        raise PatchError(f"{setting} does not work: {reason}; {INSTEAD}, or a method with one table, such as yarn")
+        raise PatchError(
+            f"{setting} does not work: {reason}; {INSTEAD}, or a method with one table, such as yarn"
+        )
     positions = kwargs.get("position_ids")
     if positions is None:
-        raise PatchError(f"{setting} needs the position_ids of the whole text, cut like its tokens; give them")
+        raise PatchError(
+            f"{setting} needs the position_ids of the whole text, cut like its tokens; give them"
+        )
     first = (positions == 0).sum(dim=-1)  # of each document one, and this process may not see it
     dist.all_reduce(first, group=mesh.get_group())
     if bool((first > 1).any()):

@@ -66,7 +66,9 @@ class Processes:
 
     def __init__(self, group: Any, size: int = 1) -> None:
         self.group = group
-        self.size, self.rank = (size, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        self.size, self.rank = (
+            (size, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        )
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self
@@ -228,7 +230,10 @@ class _OfSomeHeads:
         self.inner, self.heads = inner, heads
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        values = {"num_key_value_groups": query.shape[1] // key.shape[1], _SINKS: getattr(module, _SINKS, None)}
+        values = {
+            "num_key_value_groups": query.shape[1] // key.shape[1],
+            _SINKS: getattr(module, _SINKS, None),
+        }
         if values[_SINKS] is not None:
             values[_SINKS] = kwargs["s_aux"] = values[_SINKS][self.heads]
         places = [vars(module), module._parameters]
@@ -428,7 +433,9 @@ class SplitWindow(Removable):
         changed["position_ids"] = self.processes.own(at, dim=at.dim() - 1)
         # Without a mask, transformers would take gaps in the positions for borders between documents.
         own = first if positions is None else self.processes.own(first)
-        changed["attention_mask"] = None if positions is None else own.new_ones(own.shape[:2], dtype=torch.int64)
+        changed["attention_mask"] = (
+            None if positions is None else own.new_ones(own.shape[:2], dtype=torch.int64)
+        )
         return (), {**kwargs, **changed, "use_cache": cache is not None}
 
     def _check(self, kwargs: dict[str, Any], others: tuple[Any, ...]) -> None:
@@ -458,7 +465,9 @@ class SplitWindow(Removable):
                 flat = each.detach().flatten().double()
                 weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
                 numbers += [float(each.shape[0]), float(each.shape[-1]), float(flat @ weights)]
-        own = torch.tensor([numbers + [0.0] * (9 - len(numbers))], dtype=torch.float64, device=self.model.device)
+        own = torch.tensor(
+            [numbers + [0.0] * (9 - len(numbers))], dtype=torch.float64, device=self.model.device
+        )
         everyone = self.processes.gathered(own, 0)
         if self.processes.group is not None and bool((everyone != everyone[:1]).any()):
             raise RopeExtendError(
@@ -473,7 +482,9 @@ class SplitWindow(Removable):
         if window is None or output is None or not self._gathers:
             return None
         is_tuple = isinstance(output, tuple)
-        states = self.processes.gathered(output[0] if is_tuple else output.last_hidden_state)[:, : window.tokens]
+        states = self.processes.gathered(output[0] if is_tuple else output.last_hidden_state)[
+            :, : window.tokens
+        ]
         if is_tuple:
             return states, *output[1:]
         output.last_hidden_state = states

@@ -55,6 +55,11 @@ class ChunkedForward:
         # Here the flash kernel is available. Elsewhere a mask costs no more than the attention itself.
         self.maskless = device.type == "cuda" and self._dtype() in (torch.float16, torch.bfloat16)
 
+    @property
+    def processes(self) -> int:
+        """Number of processes that share a window."""
+        return 1 if self.split is None else self.split.processes.size
+
     def _dtype(self) -> torch.dtype:
         """The dtype of products with weights; norms and embeddings may be trained in float32."""
         weights = (module.weight for module in self.decoder.modules() if isinstance(module, nn.Linear))
@@ -75,7 +80,7 @@ class ChunkedForward:
             pairs, masked = MAX_PAIRS // layer_config(self.config).num_attention_heads, True
         elif attention == "sdpa":
             masked = any(DynamicCache(config=text).is_sliding)
-        processes = 1 if self.split is None else self.split.processes.size
+        processes = self.processes
         if tokens <= MAX_WHOLE * processes and (not masked or tokens**2 <= pairs):
             return tokens
         if attention not in ("eager", "sdpa") or (self.maskless and not masked):

@@ -142,6 +142,7 @@ class ModelConfig(Config):
     # What not all measurements have as a setting.
     documents = planned = True
     protocol = "prefix"
+    split_window = 1
     chunk = max_tokens = cast("int | None", None)
 
     command: ClassVar[str] = "evaluate"
@@ -224,6 +225,12 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
+    split_window: Annotated[
+        int,
+        POSITIVE_COUNT,
+        "number of processes that share each window of a document, with a part of its tokens and of the heads "
+        "each, for windows that do not fit one GPU (default: each process measures its share of the documents)",
+    ] = 1
     retrieval: Annotated[
         int | str,
         or_auto(COUNT),
@@ -240,7 +247,7 @@ class EvaluationConfig(ModelConfig):
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "stride", "last", "max_tokens", "chunk", "retrieval",
+            "protocol", "window", "stride", "last", "max_tokens", "chunk", "split_window", "retrieval",
             "retrieval_lengths",
         ),
     }  # fmt: skip

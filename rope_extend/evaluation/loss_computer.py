@@ -181,21 +181,27 @@ class LossComputer:
             start += hidden.shape[1]
         return torch.cat(losses, dim=1)
 
-    def _shared_losses(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    def _shared_losses(
+        self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
         """As `losses`: each of the processes that share a window computes those of its tokens."""
         assert self.chunked.split is not None
         expected = torch.full_like(inputs, IGNORED)
         expected[:, first - 1 : end - 1] = targets
-        chunks = expected.split(self._chunk_size(inputs.shape[1]), dim=1)
+        size = self._chunk_size(inputs.shape[1])
         losses = []
         with self.chunked.split.own_share() as processes:
-            for hidden, chunk in zip(self.hidden(inputs), chunks, strict=True):
+            for start, hidden in zip(itertools.count(0, size), self.hidden(inputs), strict=False):
+                chunk = expected[:, start : start + size]
+                if start >= end - 1 or start + size < first:
+                    continue
                 own = token_losses(
                     hidden, output_head(self.model), processes.own(chunk, fill=IGNORED),
                     chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary,
                 )  # fmt: skip
                 losses.append(processes.gathered(own)[:, : chunk.shape[1]])
-        return torch.cat(losses, dim=1)[:, first - 1 : end - 1]
+        begin = (first - 1) % size
+        return torch.cat(losses, dim=1)[:, begin : begin + end - first]
 
     def _chunk_size(self, tokens: int) -> int:
         """Tokens of a window that are processed at a time."""

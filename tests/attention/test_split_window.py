@@ -41,7 +41,9 @@ def inputs(setting: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(37), torch.arange(TOKENS - 37)])[None]}
 
 
-def loss_and_gradients(model: Any, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, given: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients, averaged over the processes."""
     model.zero_grad(set_to_none=True)
     logits = model(**given, use_cache=False).logits
@@ -59,7 +61,11 @@ def loss_and_gradients(model: Any, given: dict[str, torch.Tensor]) -> tuple[torc
 def errors_of(case: Any, setting: str) -> tuple[float, float]:
     """The largest error of the loss, and of any gradient relative to its largest number."""
     model = llama(HEADS.get(setting, 2))
-    patch = rx.patch_model(model, case.build(rx.RopeShape(8, 1e4, TRAINED)) if hasattr(case, "oracle") else case.build(), target_length=TARGET)
+    patch = rx.patch_model(
+        model,
+        case.build(rx.RopeShape(8, 1e4, TRAINED)) if hasattr(case, "oracle") else case.build(),
+        target_length=TARGET,
+    )
     del patch
     if setting == "LoRA":
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -73,24 +79,28 @@ def errors_of(case: Any, setting: str) -> tuple[float, float]:
         loss, found = loss_and_gradients(model, given)
     assert found.keys() == expected.keys()
     worst = max(
-        float((found[name] - value).abs().max() / (value.abs().max() + 1e-30)) for name, value in expected.items()
+        float((found[name] - value).abs().max() / (value.abs().max() + 1e-30))
+        for name, value in expected.items()
     )
     return float((loss - one).abs()), worst
 
 
 def main() -> None:
     import time
+
     dist.init_process_group("gloo")
     for case in [*ENCODINGS, *ALTERNATIVES]:
         for setting in SETTINGS:
-            t=time.time()
+            t = time.time()
             try:
                 a = errors_of(case, setting)
             except Exception as e:
-                import traceback; traceback.print_exc()
+                import traceback
+
+                traceback.print_exc()
                 a = f"{type(e).__name__}: {e}"
             if dist.get_rank() == 0:
-                print(case, setting, a, f"{time.time()-t:.2f}", flush=True)
+                print(case, setting, a, f"{time.time() - t:.2f}", flush=True)
 
 
 PATHS = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
