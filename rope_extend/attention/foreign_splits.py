@@ -1,9 +1,9 @@
 """Other ways to share a sequence among processes, refused where a patched model would compute something else.
 
-- Ring attention of torch (`cp_size` of accelerate) replaces torch's attention function. Each process keeps its part
-  of the tokens, so what needs other tokens inside attention is wrong, or waits for ever.
-- Ulysses of DeepSpeed (`sp_size` of accelerate) wraps the attention functions of modules that have the model's own
-  config. A module with a handler has another, so it would attend to its part of the tokens only.
+- Ring attention of torch (`cp_size` of accelerate) replaces torch's attention function. Each process keeps
+  its part of the tokens, so what needs other tokens inside attention is wrong, or waits for ever.
+- Ulysses of DeepSpeed (`sp_size` of accelerate) wraps the attention functions of modules that have the
+  model's own config. A module with a handler has another, so it would attend to its part of the tokens only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTEAD = "use rope_extend.split_window(model) instead, which shares a window un
 
 
 def ring_mesh() -> Any:
-    """The device mesh of torch's ring attention, while it replaces torch's attention function; otherwise None."""
+    """The device mesh of torch's ring attention while it is active; otherwise None."""
     function: Any = functional.scaled_dot_product_attention
     if not (function.__module__ or "").startswith("torch.distributed"):
         return None
@@ -58,8 +58,8 @@ def check_foreign_split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[
     encoding: Encoding = getattr(decoder, ENCODING)
     if ulysses(decoder) and acts_inside(decoder):
         raise PatchError(
-            f"{encoding} acts inside attention, where DeepSpeed's sequence parallelism (sp_size) does not reach: "
-            f"each process would see its part of the text only; {INSTEAD}"
+            f"{encoding} acts inside attention, where DeepSpeed's sequence parallelism (sp_size) does not "
+            f"reach: each process would see its part of the text only; {INSTEAD}"
         )
     if (mesh := ring_mesh()) is None:
         return
@@ -77,6 +77,6 @@ def check_foreign_split(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[
     dist.all_reduce(first, group=mesh.get_group())
     if bool((first > 1).any()):
         raise PatchError(
-            f"{setting} lets packed documents attend to each other, and these rows hold up to {int(first.max())}; "
-            f"{INSTEAD} and keeps documents apart, or give each document its own row"
+            f"{setting} lets packed documents attend to each other, and these rows hold up to "
+            f"{int(first.max())}; {INSTEAD} and keeps documents apart, or give each document its own row"
         )

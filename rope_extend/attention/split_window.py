@@ -2,13 +2,14 @@
 
 Around each attention function, queries, keys and values of a share of the positions and all heads are
 exchanged for those of all positions and a share of the heads (2309.14509). So attention of every kind sees
-whole rows, and whatever acts inside it is unchanged: a table that follows the length, a position map, a bias, a
-sliding window. Everything else in a decoder treats tokens one by one, and runs on the share alone.
+whole rows, and whatever acts inside it is unchanged: a table that follows the length, a position map, a bias,
+a sliding window. Everything else in a decoder treats tokens one by one, and runs on the share alone.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,15 +43,14 @@ from rope_extend.models.undo import Removable
 from rope_extend.models.view import CACHE, decoder_layers, layer_config
 
 _WHOLE = "_rope_extend_whole"
-"""The attribute of tensors that a layer gets besides its hidden states, by which a recomputed layer finds the
-window that it belongs to."""
+"""The attribute of inputs of a layer by which it finds its window when it is computed again."""
 _SPLIT = "_rope_extend_split_window"
-"""The attribute of a decoder with its `SplitWindow`, and of keys and caches that hold a share of the heads."""
+"""The attribute of a decoder with its `SplitWindow`; also of keys and caches with a share of the heads."""
 _SINKS = "sinks"
 """The parameter of attention modules with one number for each head, as in gpt-oss."""
-_INPUTS = {"input_ids": 0, "inputs_embeds": 0, "position_ids": 0, "token_type_ids": 0}
-"""Inputs of a decoder that have an entry for each token, and what pads them."""
-_KNOWN = {*_INPUTS, "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", CACHE}
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
+"""Inputs of a decoder with an entry for each token, besides positions."""
+_KNOWN = (*_INPUTS, "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class Processes:
@@ -65,22 +65,19 @@ class Processes:
     """
 
     def __init__(self, group: Any, size: int = 1) -> None:
-        self.group = group
-        self.size, self.rank = (
-            (size, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        )
+        self.group, self.size, self.rank = group, size, 0
+        if group is not None:
+            self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self
 
     def own(self, whole: Tensor, *, dim: int = 1, fill: int = 0) -> Tensor:
         """The share of this process, an equal part of a dimension, which is padded on the right."""
-        length = whole.shape[dim]
-        share = -(-length // self.size)
-        if short := share * self.size - length:
-            padding = whole.new_full((*whole.shape[:dim], short, *whole.shape[dim + 1 :]), fill)
-            whole = torch.cat([whole, padding], dim=dim)
-        return whole.narrow(dim, self.rank * share, share)
+        share = -(-whole.shape[dim] // self.size)
+        after = [0] * (2 * (whole.dim() - dim - 1))
+        padded = functional.pad(whole, (*after, 0, share * self.size - whole.shape[dim]), value=fill)
+        return padded.narrow(dim, self.rank * share, share)
 
     def gathered(self, own: Tensor, dim: int = 1) -> Tensor:
         """The shares of all processes, one after the other. Gradients come back to their process.
@@ -90,25 +87,26 @@ class Processes:
         gathered: Tensor = _Gather.apply(own, self, dim)  # type: ignore[no-untyped-call]
         return gathered
 
-    def exchanged(self, states: Tensor, split: int, join: int) -> Tensor:
-        """Cut a dimension into parts, one for each process, and join those that this process gets.
+    def heads_of(self, states: Tensor, tokens: int) -> Tensor:
+        """States `[batch, heads, share, dim]` of own tokens as those of own heads, `[batch, ., tokens, dim]`.
 
-        `[batch, heads, T / n, dim]` becomes `[batch, heads / n, T, dim]` with `split=1, join=2`.
+        Key heads that are fewer than the processes are repeated: each process gets those of its queries.
         """
-        exchanged: Tensor = _Exchange.apply(states, self, split, join)  # type: ignore[no-untyped-call]
-        return exchanged
+        if repeat := math.lcm(states.shape[1], self.size) // states.shape[1] - 1:
+            states = states.repeat_interleave(repeat + 1, dim=1)
+        heads: Tensor = _Exchange.apply(states, self, 1, 2)  # type: ignore[no-untyped-call]
+        return heads[:, :, :tokens]
 
-    def heads_of(self, states: Tensor, tokens: int, *, repeat: int = 1) -> Tensor:
-        """States `[batch, heads, share, dim]` as `[batch, heads * repeat / n, tokens, dim]`."""
-        repeated = states if repeat == 1 else states.repeat_interleave(repeat, dim=1)
-        return self.exchanged(repeated, 1, 2)[:, :, :tokens]
-
-    def repeats(self, key_heads: int) -> int:
-        """How many times each key head is sent, so that each process has those of its queries."""
-        return math.lcm(key_heads, self.size) // key_heads
+    def tokens_of(self, output: Tensor) -> Tensor:
+        """Outputs `[batch, tokens, own heads, dim]` as those of own tokens, `[batch, share, heads, dim]`."""
+        padded = functional.pad(output, (0, 0, 0, 0, 0, -output.shape[1] % self.size))
+        tokens: Tensor = _Exchange.apply(padded, self, 1, 2)  # type: ignore[no-untyped-call]
+        return tokens
 
 
 class _Exchange(torch.autograd.Function):
+    """Cuts a dimension into parts, one for each process, and joins those that this process gets."""
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, processes: Processes, split: int, join: int) -> Tensor:
         ctx.arguments = processes, join, split
@@ -126,6 +124,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """See `Processes.gathered`."""
+
     @staticmethod
     def forward(ctx: Any, own: Tensor, processes: Processes, dim: int) -> Tensor:
         ctx.processes, ctx.dim, ctx.share = processes, dim, own.shape[dim]
@@ -187,19 +187,16 @@ class SplitHandler:
         window = call.given.get(_WHOLE)
         if window is None:
             return self._attend(call)
-        processes, heads, key_heads = self.processes, call.query.shape[1], call.key.shape[1]
-        name = type(call.module).__name__
-        refuse_if(
-            heads % processes.size != 0,
-            f"split_window: the {heads} heads of {name} cannot be shared by {processes.size} processes; use a "
-            "number of processes that divides the number of heads",
-        )
-        if not call.is_causal or call.kwargs.get("position_bias") is not None:
-            raise PatchError(f"split_window: {name} is not causal, or adds a bias of its own; train it whole")
+        processes, heads = self.processes, call.query.shape[1]
+        name, own_bias = type(call.module).__name__, call.kwargs.get("position_bias")
+        if heads % processes.size or not call.is_causal or own_bias is not None:
+            raise PatchError(
+                f"split_window: {name} with {heads} heads cannot be shared by {processes.size} processes: "
+                "their number must divide the heads, and attention must be causal and without an own bias"
+            )
         query, key, value = processes.heads_of(call.query, window.tokens), call.key, call.value
         if not getattr(key, _SPLIT, False):  # those of a shared cache have been exchanged
-            repeat = processes.repeats(key_heads)
-            key, value = (processes.heads_of(each, window.tokens, repeat=repeat) for each in (key, value))
+            key, value = (processes.heads_of(each, window.tokens) for each in (key, value))
         first, kwargs = processes.rank * query.shape[1], dict(call.kwargs)
         if self.inner is not None or "position_ids" in kwargs:
             kwargs["position_ids"] = window.positions
@@ -210,8 +207,7 @@ class SplitHandler:
                 given={**call.given, HEADS: (first, heads)},
             ).with_full_mask()
         )  # fmt: skip
-        padded = call.query.shape[2] * processes.size - window.tokens
-        return processes.exchanged(functional.pad(output, (0, 0, 0, 0, 0, padded)), 1, 2), None
+        return processes.tokens_of(output), None
 
     def _attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if self.inner is None:
@@ -223,7 +219,7 @@ class SplitHandler:
 class _OfSomeHeads:
     """A model's own attention function, for the heads of this process.
 
-    Such functions look at their module for the number of queries of a key, and for its sinks, one for each head.
+    Such functions look at their module for the queries of each key, and for sinks, one for each head.
     """
 
     def __init__(self, inner: Callable[..., Any], heads: slice) -> None:
@@ -250,8 +246,8 @@ class _OfSomeHeads:
 def split_window(model: nn.Module, group: Any = None) -> SplitWindow:
     """Let several processes share each window: each has a part of the tokens, and in attention of the heads.
 
-    Every process calls the model with the same whole batch, and gets the output of the whole. Inside, each has
-    an equal part of the tokens, so that activations take a part of the memory. Gradients averaged over the
+    Every process calls the model with the same whole batch, and gets the output of the whole. Inside, each
+    has an equal part of the tokens, so that activations take a part of the memory. Gradients averaged over the
     processes, as data parallel training does, are those of the whole. `chunked_loss` and `perplexity`
     compute a part of the losses in each process. Forwards with a cache, as in `generate`, are not shared.
     `remove()`, or the end of a `with` block, undoes it.
@@ -310,8 +306,8 @@ def check_split(model: nn.Module, processes: int) -> None:
         kinds = str(getattr(module, "rope_type", ""))
         if not isinstance(module, ExtendedRotaryEmbedding) and ("dynamic" in kinds or "longrope" in kinds):
             raise UnsupportedModelError(
-                f"split_window: the rotary module of transformers for {kinds} follows the longest text that a "
-                "process sees, which is a part here; call rope_extend.extend(model, ...) or load the model "
+                f"split_window: the rotary module of transformers for {kinds} follows the longest text that "
+                "a process sees, which is a part here; call rope_extend.extend(model, ...) or load the model "
                 "with rope_extend.load"
             )
 
@@ -328,13 +324,14 @@ class SplitWindow(Removable):
     Attributes:
         model: the causal language model, without PEFT around it.
         processes: those that share a window.
+        running: the window of the forward that is running; None between forwards.
     """
 
     def __init__(self, lm: Any, processes: Processes) -> None:
         self.model, self.processes = lm, processes
         self._decoder: Any = lm._modules[decoder_name(lm)]
         self._modules = attention_modules(self._decoder)
-        self._window: Window | None = None
+        self.running: Window | None = None
         self._gathers = True
         self._handlers = [SplitHandler(getattr(each, HANDLER, None), processes) for each in self._modules]
         self._configs = [module.config for module in self._modules]
@@ -361,9 +358,6 @@ class SplitWindow(Removable):
                 setattr(module, HANDLER, handler.inner)
                 module.config = config
 
-    def __repr__(self) -> str:
-        return f"SplitWindow({type(self.model).__name__}, {self.processes.size} processes)"
-
     def sampler(self, sampler: Any, batch_size: int) -> Sampler[int]:
         """A sampler with which each process of a group gets the same batches from `Trainer` or `accelerate`.
 
@@ -382,7 +376,7 @@ class SplitWindow(Removable):
             self._gathers = True
 
     def summed(self, part: Tensor) -> Tensor:
-        """The sum of a loss over the processes; its gradient is that of the part, see `Processes.gathered`."""
+        """The sum of a loss over the processes; for its gradient see `Processes.gathered`."""
         total = part.detach().clone()
         dist.all_reduce(total, group=self.processes.group)
         return total + self.processes.size * (part - part.detach())
@@ -394,12 +388,6 @@ class SplitWindow(Removable):
             layer.update = MethodType(_update_shared(type(layer).update, self), layer)
         return cache
 
-    @property
-    def window(self) -> Window:
-        """The window of the forward that is running."""
-        assert self._window is not None
-        return self._window
-
     @never_compiled
     def _before(
         self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -408,42 +396,42 @@ class SplitWindow(Removable):
         cache = kwargs.get(CACHE)
         if cache is not None and not getattr(cache, _SPLIT, False):
             return None
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
+        kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
         self._check(kwargs, args[1:])
         given = {name: kwargs[name] for name in _INPUTS if kwargs.get(name) is not None}
-        first = given.get("input_ids", given.get("inputs_embeds"))
-        assert first is not None
-        tokens, mask = first.shape[1], kwargs.get("attention_mask")
-        seen = 0 if cache is None else cache.get_seq_length()
-        positions = given.get("position_ids")
-        at = torch.arange(seen, seen + tokens, device=first.device)[None] if positions is None else positions
-        given.pop("position_ids", None)
-        self._check_equal([first, at, mask])
-        masks = mask
-        if not isinstance(mask, dict) and (mask is None or mask.dim() == 2):
-            config = self.model.config.get_text_config(decoder=True)
-            like = first.new_empty(len(first), tokens, 0, dtype=self.model.dtype)
-            documents = None if positions is None or positions.dim() == 3 else positions
-            masks = create_masks_for_generate(config, like, mask, cache, position_ids=documents)
-            if getattr(config, "layer_types", None) and not isinstance(masks, dict):
-                raise UnsupportedModelError(f"split_window: {config.model_type} has masks of its own")
-        self._window = Window(tokens, at, masks)
-        changed = {name: self.processes.own(value, fill=_INPUTS[name]) for name, value in given.items()}
-        changed["position_ids"] = self.processes.own(at, dim=at.dim() - 1)
-        # Without a mask, transformers would take gaps in the positions for borders between documents.
-        own = first if positions is None else self.processes.own(first)
-        changed["attention_mask"] = (
-            None if positions is None else own.new_ones(own.shape[:2], dtype=torch.int64)
+        mask, positions, first = (
+            kwargs.get("attention_mask"),
+            kwargs.get("position_ids"),
+            next(iter(given.values())),
         )
-        return (), {**kwargs, **changed, "use_cache": cache is not None}
+        tokens, seen = first.shape[1], 0 if cache is None else cache.get_seq_length()
+        at = torch.arange(seen, seen + tokens, device=first.device)[None] if positions is None else positions
+        self._check_equal(first, at, *([mask] if isinstance(mask, Tensor) and mask.dim() == 2 else []))
+        self.running = Window(tokens, at, self._masks(first, mask, positions, cache))
+        own = {name: self.processes.own(value) for name, value in given.items()}
+        own["position_ids"] = self.processes.own(at, dim=at.dim() - 1)
+        # Without a mask, transformers would take gaps in the positions for borders between documents.
+        shown = None if positions is None else at.new_ones(own["position_ids"].shape[-2:])
+        return (), {**kwargs, **own, "attention_mask": shown, "use_cache": cache is not None}
+
+    def _masks(self, first: Tensor, mask: Any, positions: Tensor | None, cache: Any) -> Any:
+        """The masks of the whole window, as the decoder of one process would make them."""
+        if isinstance(mask, dict) or (mask is not None and mask.dim() > 2):
+            return mask
+        config = self.model.config.get_text_config(decoder=True)
+        like = first.new_empty(*first.shape[:2], 0, dtype=self.model.dtype)
+        documents = None if positions is None or positions.dim() == 3 else positions
+        masks = create_masks_for_generate(config, like, mask, cache, position_ids=documents)
+        if getattr(config, "layer_types", None) and not isinstance(masks, dict):
+            raise UnsupportedModelError(f"split_window: {config.model_type} has masks of its own")
+        return masks
 
     def _check(self, kwargs: dict[str, Any], others: tuple[Any, ...]) -> None:
         """Refuse inputs that cannot be cut, and a model that was patched later."""
         handlers = [getattr(module, HANDLER, None) for module in self._modules]
         if any(mine is not now for mine, now in zip(self._handlers, handlers, strict=True)):
             raise PatchError(
-                "split_window: the model was patched after it was split; call remove(), and split_window again"
+                "split_window: the model was patched after the split; call remove(), then split_window again"
             )
         if ring_mesh() is not None or ulysses(self._decoder):
             raise PatchError(
@@ -457,19 +445,16 @@ class SplitWindow(Removable):
                 "processes; leave them out, or remove() the split"
             )
 
-    def _check_equal(self, inputs: list[Any]) -> None:
+    def _check_equal(self, *inputs: Tensor) -> None:
         """Refuse batches that differ between the processes, before they wait for each other in vain."""
-        numbers = []
+        if self.processes.group is None:
+            return
+        digest = 0
         for each in inputs:
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                flat = each.detach().flatten().double()
-                weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
-                numbers += [float(each.shape[0]), float(each.shape[-1]), float(flat @ weights)]
-        own = torch.tensor(
-            [numbers + [0.0] * (9 - len(numbers))], dtype=torch.float64, device=self.model.device
-        )
-        everyone = self.processes.gathered(own, 0)
-        if self.processes.group is not None and bool((everyone != everyone[:1]).any()):
+            digest = zlib.crc32(repr(each.shape).encode(), digest)
+            digest = zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy(), digest)
+        everyone = self.processes.gathered(torch.tensor([[digest]], device=self.model.device))
+        if bool((everyone != digest).any()):
             raise RopeExtendError(
                 "split_window: the processes that share a window got different batches; give each the same, "
                 "in a Trainer by the sampler split.sampler(sampler, batch_size)"
@@ -478,14 +463,12 @@ class SplitWindow(Removable):
     @never_compiled
     def _after(self, decoder: Any, args: Any, output: Any) -> Any:
         """Forward hook of the decoder: gather the states of all tokens."""
-        window, self._window = self._window, None
+        window, self.running = self.running, None
         if window is None or output is None or not self._gathers:
             return None
-        is_tuple = isinstance(output, tuple)
-        states = self.processes.gathered(output[0] if is_tuple else output.last_hidden_state)[
-            :, : window.tokens
-        ]
-        if is_tuple:
+        own = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        states = self.processes.gathered(own)[:, : window.tokens]
+        if isinstance(output, tuple):
             return states, *output[1:]
         output.last_hidden_state = states
         return output
@@ -500,17 +483,18 @@ class SplitWindow(Removable):
         """
         states = kwargs.get("hidden_states", args[0] if args else None)
         others = [each for each in _tensors((args, kwargs)) if each is not states]
-        window = self._window
-        if window is None:
-            window = next((getattr(each, _WHOLE) for each in others if hasattr(each, _WHOLE)), None)
-            if window is None and torch._C._current_graph_task_id() != -1:
-                raise PatchError(
-                    f"split_window: {type(module).__name__} is computed again for the backward pass, and does "
-                    "not find its window; turn gradient checkpointing off"
-                )
-        else:
+        window = self.running
+        if window is not None:
             for each in others:
                 setattr(each, _WHOLE, window)
+        elif torch._C._current_graph_task_id() != -1:  # in a backward pass
+            marked = [each for each in others if hasattr(each, _WHOLE)]
+            if not marked:
+                raise PatchError(
+                    f"split_window: {type(module).__name__} is computed again for the backward pass, and "
+                    "does not find its window; turn gradient checkpointing off"
+                )
+            window = getattr(marked[0], _WHOLE)
         return handing_over(module, args, kwargs, _WHOLE, window)
 
 
@@ -527,9 +511,9 @@ def _update_shared(update: Any, split: SplitWindow) -> Callable[..., tuple[Tenso
     """How a layer of a cache takes keys and values of this process's tokens: it keeps those of its heads."""
 
     def shared(layer: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        processes, tokens = split.processes, split.window.tokens
-        repeat = processes.repeats(keys.shape[1])
-        own = (processes.heads_of(each, tokens, repeat=repeat) for each in (keys, values))
+        window = split.running
+        assert window is not None
+        own = (split.processes.heads_of(each, window.tokens) for each in (keys, values))
         keys, values = update(layer, *own, *args, **kwargs)
         keys = keys.view_as(keys)
         setattr(keys, _SPLIT, True)

@@ -228,8 +228,8 @@ class EvaluationConfig(ModelConfig):
     split_window: Annotated[
         int,
         POSITIVE_COUNT,
-        "number of processes that share each window of a document, with a part of its tokens and of the heads "
-        "each, for windows that do not fit one GPU (default: each process measures its share of the documents)",
+        "number of processes that share each window of a document, for windows that do not fit one GPU "
+        "(default: each process measures its share of the documents)",
     ] = 1
     retrieval: Annotated[
         int | str,

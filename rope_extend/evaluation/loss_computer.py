@@ -109,8 +109,8 @@ class LossComputer:
                 message = str(error).splitlines()[0]
                 if self.chunked.split is not None:  # the other processes wait, and cannot be told
                     raise RopeExtendError(
-                        f"out of memory on {name!r} in process {self.chunked.split.processes.rank} of those that "
-                        f"share it ({message}); use a smaller chunk, more processes, or shorter lengths"
+                        f"out of memory on {name!r}, which {self.chunked.processes} processes share "
+                        f"({message}); use a smaller chunk, more processes, or shorter lengths"
                     ) from error
             # Outside the handler, because the traceback keeps tensors alive until here.
             self._halve(name, message, [window.tokens for windows in passes for window in windows])

@@ -91,8 +91,8 @@ def run(
     shares, started = measurement.config.split_window, process_count()
     if shares not in (1, started):
         raise RopeExtendError(
-            f"split_window={shares} needs {shares} processes, and there are {started}; start them with torchrun "
-            f"--nproc-per-node {shares} -m rope_extend {measurement.config.command} ..."
+            f"split_window={shares} needs {shares} processes, and there are {started}; start them with "
+            f"torchrun --nproc-per-node {shares} -m rope_extend {measurement.config.command} ..."
         )
     where = None if directory is None else Path(directory)
     cells = measurement.cells()

@@ -122,8 +122,8 @@ class Sharding:
         # Ring attention gives each process one piece of the front and one of the back, for equal work.
         pieces, length = 2 * self.parts, recipe.length
         refusals = {
-            f"parts of a sequence ({setting}) do not work: {reason}. Use a rotary method with one table, such as "
-            f"yarn, or train on shorter blocks without {setting}": (bool(reason)),
+            f"parts of a sequence ({setting}) do not work: {reason}. Use a rotary method with one table, "
+            f"such as yarn, or train on shorter blocks without {setting}": (bool(reason)),
             "sampled positions make short blocks stand for long ones, which need not be cut: leave "
             f"{setting} or positions out": recipe.positions != CONSECUTIVE,
             "packing uses its own attention functions, which ring attention would replace: leave "
