@@ -246,11 +246,11 @@ class _OfSomeHeads:
 def split_window(model: nn.Module, group: Any = None) -> SplitWindow:
     """Let several processes share each window: each has a part of the tokens, and in attention of the heads.
 
-    Every process calls the model with the same whole batch, and gets the output of the whole. Inside, each
-    has an equal part of the tokens, so that activations take a part of the memory. Gradients averaged over the
-    processes, as data parallel training does, are those of the whole. `chunked_loss` and `perplexity`
-    compute a part of the losses in each process. Forwards with a cache, as in `generate`, are not shared.
-    `remove()`, or the end of a `with` block, undoes it.
+    Every process calls the model with the same whole batch, and gets the output of the whole. Inside,
+    each has an equal part of the tokens, so that activations take a part of the memory. Gradients averaged
+    over the processes, as data parallel training does, are those of the whole. `chunked_loss` and
+    `perplexity` compute a part of the losses in each process. Forwards with a cache, as in `generate`, are
+    not shared. `remove()`, or the end of a `with` block, undoes it.
 
     Works for every method, and for families in which only attention mixes tokens. The length need not be a
     multiple of the number of processes; the number of heads must be.
