@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from rope_extend.attention.foreign_splits import ENCODING, check_foreign_split
 from rope_extend.attention.functions import attention_modules, attention_window, remove_handlers
 from rope_extend.attention.handlers import handler_for
 from rope_extend.attention.positions import AttentionHandler, count_tokens_only
@@ -116,6 +117,8 @@ class Patch(Removable):
             remove_handlers(base.base_model, self._undo)
             self._give_own_config(base)
             self._install_handler(base, adapter)
+            self._undo.set(base.base_model, ENCODING, self.encoding)
+            self._undo.hook(base.base_model, check_foreign_split)
             shape = self.shape
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)

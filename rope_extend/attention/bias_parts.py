@@ -107,6 +107,7 @@ class PartialBias:
     Args:
         encoding: the bias.
         shape: the sizes that the bias follows from, with the number of heads of the layer.
+        heads: those of which the bias is computed.
         positions: the positions of queries and keys.
         learned: the learned parameters; gradients reach them through `sources`.
         causal: whether the bias also excludes the keys after a query; otherwise a mask does.
@@ -119,6 +120,7 @@ class PartialBias:
         self,
         encoding: BiasEncoding,
         shape: ModelShape,
+        heads: range,
         positions: CallPositions,
         learned: Mapping[str, Tensor],
         *,
@@ -126,6 +128,7 @@ class PartialBias:
     ) -> None:
         self.encoding = encoding
         self.shape = shape
+        self.heads = slice(heads.start, heads.stop)
         self.positions = positions
         self.causal = causal
         self.names = tuple(learned)
@@ -135,7 +138,7 @@ class PartialBias:
             self.sources = tuple(learned.values())
             return
         distances = torch.arange(keys - 1, -1, -1, device=device)  # the nearest last
-        table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)
+        table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)[self.heads]
         # After distance 0 come the keys after the query, as many as a part or a mask can include.
         later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
         self.sources = (torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1),)
@@ -166,7 +169,7 @@ class PartialBias:
         else:
             learned = self._learned(sources)
             bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned)
-            bias = bias.movedim(0, 1)
+            bias = bias[self.heads].movedim(0, 1)
         if not self.causal:
             return bias
         keys = torch.arange(first, end, device=bias.device)

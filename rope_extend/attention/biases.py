@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, in_blocks, rows_of_part
-from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.functions import HEADS, AttentionCall
 from rope_extend.attention.masks import visible
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import without_cudnn
@@ -43,7 +43,8 @@ class BiasHandler(AttentionHandler):
         scaling = call.kwargs.get("scaling")
         scaling = call.query.shape[-1] ** -0.5 if scaling is None else scaling
         call = replace(call.of_first_keys(keys.shape[1]), kwargs={**call.kwargs, "scaling": scaling})
-        _, heads, new, head_dim = call.query.shape
+        _, own_heads, new, head_dim = call.query.shape
+        first, heads = call.given.get(HEADS, (0, own_heads))  # of several processes, this one has some heads
         shape = replace(self.shape, heads=heads, head_dim=head_dim)
         learned = {} if self.learned is None else self.learned.of(call.module.layer_idx)
         if any(value.device != device for value in learned.values()):
@@ -53,9 +54,18 @@ class BiasHandler(AttentionHandler):
                 f"the parameters of {self.encoding} were made for {self.shape}, but "
                 f"{type(call.module).__name__} has {shape}"
             )
-        bias = PartialBias(self.encoding, shape, positions, learned, causal=call.mask is None)
+        if heads != own_heads:
+            # Learned numbers are cut before they are used, and other biases afterwards.
+            for name, one_head in self.encoding.initial(replace(shape, heads=1)).items():
+                for dim, size in enumerate(one_head.shape):
+                    if learned[name].shape[dim] != size:
+                        learned[name] = learned[name].narrow(dim, first, own_heads)
+            if learned:
+                shape, first = replace(shape, heads=own_heads), 0
+        own = range(first, first + own_heads)
+        bias = PartialBias(self.encoding, shape, own, positions, learned, causal=call.mask is None)
         rows = rows_of_part(
-            len(positions.keys) * heads, call.key.shape[2], device_of(call.query), from_table=bias.table
+            len(positions.keys) * shape.heads, call.key.shape[2], device_of(call.query), from_table=bias.table
         )
         spans = forward.once(
             "spans", rows, call.key.shape[2], of=call.mask, compute=partial(_spans, call, positions, rows)

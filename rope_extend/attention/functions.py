@@ -39,6 +39,9 @@ HANDLER = "_rope_extend_handler"
 GIVEN = "rope_extend_given"
 """The argument with what a hook found among the arguments of an attention module, by name."""
 
+HEADS = "heads"
+"""Given to a handler if several processes share the heads: the first head here, and the number of all."""
+
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
 

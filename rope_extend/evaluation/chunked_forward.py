@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.causal_suffix import causal_suffix_attention
+from rope_extend.attention.split_window import current_split
 from rope_extend.loss import causal_lm, decoder_name, hidden_states
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.view import CACHE, decoder_layers, layer_config
@@ -47,11 +48,17 @@ class ChunkedForward:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
+        self.split = current_split(model)
         self.lm = causal_lm(model)
         self.config = self.lm.config
         self.decoder = self.lm._modules[decoder_name(self.lm)]
         # Here the flash kernel is available. Elsewhere a mask costs no more than the attention itself.
         self.maskless = device.type == "cuda" and self._dtype() in (torch.float16, torch.bfloat16)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that share a window."""
+        return 1 if self.split is None else self.split.processes.size
 
     def _dtype(self) -> torch.dtype:
         """The dtype of products with weights; norms and embeddings may be trained in float32."""
@@ -73,11 +80,12 @@ class ChunkedForward:
             pairs, masked = MAX_PAIRS // layer_config(self.config).num_attention_heads, True
         elif attention == "sdpa":
             masked = any(DynamicCache(config=text).is_sliding)
-        if tokens <= MAX_WHOLE and (not masked or tokens**2 <= pairs):
+        processes = self.processes
+        if tokens <= MAX_WHOLE * processes and (not masked or tokens**2 <= pairs):
             return tokens
         if attention not in ("eager", "sdpa") or (self.maskless and not masked):
-            return min(MAX_CHUNK, tokens)
-        return max(1, min(MAX_CHUNK, pairs // tokens))
+            return min(MAX_CHUNK * processes, tokens)
+        return max(1, min(MAX_CHUNK * processes, pairs // tokens))
 
     def in_chunks(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
         """The same states, `[B, t, D]` for each chunk of `size` tokens, by the strategy of this model."""
@@ -124,7 +132,11 @@ class ChunkedForward:
         """An empty cache with room for the keys and values of `tokens` tokens in all layers."""
         cache = DynamicCache(config=self.config)
         cache.layers = _preallocated(cache.layers, tokens)
-        return cache
+        return self._shared(cache)
+
+    def _shared(self, cache: DynamicCache) -> DynamicCache:
+        """The cache, with the heads of this process if several share a window."""
+        return cache if self.split is None else self.split.share_cache(cache)
 
     def with_cache(self, chunks: Sequence[Tensor], cache: DynamicCache | None = None) -> Iterator[Tensor]:
         """Process each chunk by all layers, and keep keys and values of all layers, in `cache` if given."""
@@ -139,7 +151,7 @@ class ChunkedForward:
         layers = self._layers()
         between: list[Tensor | None] = [None] * len(chunks)
         for index in self.active_layers(len(layers)):
-            cache = _OneLayerCache(self.config, index, tokens)
+            cache = self._shared(_OneLayerCache(self.config, index, tokens))
             for number, chunk in enumerate(chunks):
                 active = _Replaced(layers[index], True, between[number])
                 between[number] = None  # freed as soon as the layer has used it

@@ -157,6 +157,7 @@ class ModelConfig(Config):
     documents = planned = True
     protocol = "prefix"
     control_blocks = CONTROL_BLOCKS
+    split_window = 1
     chunk = max_tokens = cast("int | None", None)
 
     command: ClassVar[str] = "evaluate"
@@ -234,6 +235,12 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
+    split_window: Annotated[
+        int,
+        POSITIVE_COUNT,
+        "number of processes that share each window of a document, for windows that do not fit one GPU "
+        "(default: each process measures its share of the documents)",
+    ] = 1
     retrieval: Annotated[
         int | str,
         or_auto(COUNT),
@@ -250,8 +257,8 @@ class EvaluationConfig(ModelConfig):
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
-            "protocol", "window", "control_blocks", "stride", "last", "max_tokens", "chunk", "retrieval",
-            "retrieval_lengths",
+            "protocol", "window", "control_blocks", "stride", "last", "max_tokens", "chunk", "split_window",
+            "retrieval", "retrieval_lengths",
         ),
     }  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from rope_extend.attention.split_window import Processes, SplitWindow
 from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
@@ -26,7 +27,7 @@ from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedL
 from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, default_batch_tokens
 from rope_extend.evaluation.protocols import window_lengths
-from rope_extend.loss import default_chunk_bytes
+from rope_extend.loss import causal_lm, default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, quiet_patching, try_estimate
@@ -121,6 +122,7 @@ def plan_forward(
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
+    processes: int = 1,
 ) -> ForwardPlan | None:
     """Estimate the memory and time of windows of these lengths.
 
@@ -132,6 +134,7 @@ def plan_forward(
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
+        processes: number of processes that share each window; the estimate is for one of them.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -145,7 +148,9 @@ def plan_forward(
 
         changes += [(encoding, PeftConfig.from_pretrained(str(adapter))) for adapter, encoding in adapters]
     setups = {  # one of each kind: others need the same memory
-        (*_memory_class(encoding), repr(config)): partial(_changed, lm, encoding, config, trained_length)
+        (*_memory_class(encoding), repr(config)): partial(
+            _changed, lm, encoding, config, trained_length, processes
+        )
         for encoding, config in changes
     }
     batch_tokens = default_batch_tokens(load_options.torch_device) if batched else 1
@@ -155,7 +160,7 @@ def plan_forward(
         estimator = ForwardEstimator(
             lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
-        return _plan(estimator, sizes, chunk)
+        return _plan(estimator, sizes, chunk, processes)
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -169,7 +174,7 @@ def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
 
 @contextmanager
 def _changed(
-    empty: Any, encoding: Encoding | None, adapter: Any, trained_length: int | None
+    empty: Any, encoding: Encoding | None, adapter: Any, trained_length: int | None, processes: int
 ) -> Iterator[None]:
     """Put an encoding, and the layers of an adapter's config, into a model without weights."""
     with ExitStack() as stack:
@@ -181,16 +186,20 @@ def _changed(
 
             tuned = get_peft_model(empty, adapter, autocast_adapter_dtype=False)  # see `cast_adapter`
             stack.callback(remove_adapter, tuned)
+        if processes > 1:
+            stack.enter_context(SplitWindow(causal_lm(empty), Processes(None, processes)))
         yield
 
 
-def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
+def _plan(
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, processes: int
+) -> ForwardPlan:
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.budget.device)
     windows = []
     for tokens in lengths:
         seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
-        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds))
+        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds / processes))
     longest_fit = None
     if not estimator.budget.fits(windows[-1]):
         longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
@@ -222,7 +231,8 @@ class ForwardEstimator:
     ) -> None:
         self.model, self.budget, self.weights, self.trained = model, budget, weights, trained
         self.batch_tokens, self.setups = batch_tokens, setups
-        self.chunked = ChunkedForward(model, budget.device)  # for its default chunk sizes
+        with self.setups[0]():
+            self.chunked = ChunkedForward(model, budget.device)  # for its default chunk sizes
         self.model_bytes = counter_of(model).live
         self._strategies: dict[int, Strategy | None] = {}
         """How chunks are processed with each setup that was tried. The trial takes most of the time."""
@@ -302,12 +312,13 @@ class _ShortenedForward(ChunkedForward):
             return super().in_chunks(inputs, size)
         chunks = torch.split(inputs, [size, tokens - 2 * size, size], dim=1)
         width = self.config.get_text_config(decoder=True).hidden_size
-        self._between = inputs.new_empty((*chunks[1].shape, width), dtype=self.lm.dtype)
+        own = -(-chunks[1].shape[1] // self.processes)
+        self._between = inputs.new_empty((len(inputs), own, width), dtype=self.lm.dtype)
         return self.by_layer(chunks) if self.strategy == "layer by layer" else self.with_cache(chunks)
 
     def _decode(self, chunk: Tensor, cache: DynamicCache) -> Tensor:
         states: Tensor | None = getattr(self, "_between", None)
-        if states is None or chunk.shape != states.shape[:2]:
+        if states is None or -(-chunk.shape[1] // self.processes) != states.shape[1]:
             return super()._decode(chunk, cache)
         for layer in {id(layer): layer for layer in cache.layers}.values():
             if isinstance(layer, PreallocatedLayer) and layer.is_initialized:

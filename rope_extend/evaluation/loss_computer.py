@@ -18,7 +18,7 @@ from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.protocols import CONTROL_BLOCKS, Window
 from rope_extend.evaluation.results import Losses
-from rope_extend.loss import causal_lm, default_chunk_bytes, output_head, token_losses
+from rope_extend.loss import IGNORED, causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.models.view import length_groups
@@ -110,6 +110,11 @@ class LossComputer:
                 if not is_out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
+                if self.chunked.split is not None:  # the other processes wait, and cannot be told
+                    raise RopeExtendError(
+                        f"out of memory on {name!r}, which {self.chunked.processes} processes share "
+                        f"({message}); use a smaller chunk, more processes, or shorter lengths"
+                    ) from error
             # Outside the handler, because the traceback keeps tensors alive until here.
             self._halve(name, message, [window.tokens for windows in passes for window in windows])
             self.bar.n = progress
@@ -159,6 +164,8 @@ class LossComputer:
 
     def losses(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Losses `[B, end − first]` of the targets at `first … end−1` of windows `[B, T]`."""
+        if self.chunked.split is not None:
+            return self._shared_losses(inputs, targets, first, end)
         losses = []
         start = 0
         for hidden in self.hidden(inputs):
@@ -177,13 +184,40 @@ class LossComputer:
             start += hidden.shape[1]
         return torch.cat(losses, dim=1)
 
+    def _shared_losses(
+        self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """As `losses`: each of the processes that share a window computes those of its tokens."""
+        assert self.chunked.split is not None
+        expected = torch.full_like(inputs, IGNORED)
+        expected[:, first - 1 : end - 1] = targets
+        size = self._chunk_size(inputs.shape[1])
+        losses = []
+        with self.chunked.split.own_share() as processes:
+            for start, hidden in zip(itertools.count(0, size), self.hidden(inputs), strict=False):
+                chunk = expected[:, start : start + size]
+                if start >= end - 1 or start + size < first:
+                    continue
+                own = token_losses(
+                    hidden, output_head(self.model), processes.own(chunk, fill=IGNORED),
+                    chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary,
+                )  # fmt: skip
+                losses.append(processes.gathered(own)[:, : chunk.shape[1]])
+        begin = (first - 1) % size
+        return torch.cat(losses, dim=1)[:, begin : begin + end - first]
+
+    def _chunk_size(self, tokens: int) -> int:
+        """Tokens of a window that are processed at a time."""
+        size = self.chunk or self.chunked.default_chunk(tokens)
+        return size if size < tokens and self.can_chunk(tokens, size) else tokens
+
     def hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, `[B, t, D]` for each chunk."""
         for module, name in self._longest_so_far:
             setattr(module, name, 0)
         tokens = inputs.shape[1]
-        size = self.chunk or self.chunked.default_chunk(tokens)
-        if size >= tokens or not self.can_chunk(tokens, size):
+        size = self._chunk_size(tokens)
+        if size >= tokens:
             yield self.chunked.whole(inputs)
         else:
             yield from self.chunked.in_chunks(inputs, size)

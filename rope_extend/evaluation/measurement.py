@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from rope_extend.attention.split_window import check_split
 from rope_extend.checkpoint.manifest import adapter_digests, check_directory
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
@@ -37,6 +38,7 @@ from rope_extend.evaluation.results import control_edges
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
+from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
@@ -89,6 +91,9 @@ class Measurement:
         measured = {*candidates.encodings, *candidates.records}  # all but controls
         whole = [row for row in self.rows if row.crop is None and (row.method or row.adapter) in measured]
         self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
+        for method in candidates.encodings if config.split_window > 1 else ():
+            with quiet_patching(), candidates.prepared(candidates.empty, method):
+                check_split(candidates.empty, config.split_window)
         self.plan = self._plan() if config.planned else None
         if self.plan is not None and texts:
             self.plan.check()
@@ -134,6 +139,7 @@ class Measurement:
             trained_length=self.trained,
             chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
+            processes=config.split_window,
         )
 
     def _documents(self) -> list[Document]:

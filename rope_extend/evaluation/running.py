@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
 from rope_extend.evaluation.cells import (
@@ -30,7 +32,7 @@ from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.journal import only_writer
-from rope_extend.models.processes import is_main_process, processes
+from rope_extend.models.processes import is_main_process, process_count, processes
 from rope_extend.progress import progress_bar
 from rope_extend.report.page import markdown
 from rope_extend.report.tables import Section
@@ -86,6 +88,12 @@ def run(
     Raises:
         RopeExtendError: the directory holds another measurement, or another process writes to it.
     """
+    shares, started = measurement.config.split_window, process_count()
+    if shares not in (1, started):
+        raise RopeExtendError(
+            f"split_window={shares} needs {shares} processes, and there are {started}; start them with "
+            f"torchrun --nproc-per-node {shares} -m rope_extend {measurement.config.command} ..."
+        )
     where = None if directory is None else Path(directory)
     cells = measurement.cells()
     missing = measurement.missing(where) if where is not None and resume else cells
@@ -124,7 +132,8 @@ def run(
                 store = CellStore(where, identity, rank)
                 stack.callback(store.close)
         assert store is not None
-        mine = [cell for cell in cells if cell.digest not in finished][rank::count]
+        left = [cell for cell in cells if cell.digest not in finished]
+        mine = [cell for n, cell in enumerate(left) if n % count == rank or _together(measurement, cell)]
         if finished:
             logger.info("%d of %d cells are finished", len(finished), len(cells))
             _found(measurement, store, cells)  # refuses damaged cells, before others are measured
@@ -165,7 +174,12 @@ def _measure_all(
     row, begun, done = None, time.perf_counter(), 0.0
     with bar, ExitStack() as stack:
         for number, cell in enumerate(cells, start=1):
-            if budget is not None and time.perf_counter() - begun + _seconds(cell.work, done, begun) > budget:
+            over = time.perf_counter() - begun + _seconds(cell.work, done, begun) > (budget or math.inf)
+            if _together(measurement, cell):
+                over = budget is not None and _of_main_process(over)
+            elif over and measurement.config.split_window > 1:
+                continue  # the others wait at the next cell that all measure together
+            if over:
                 break
             if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
                 stack.close()
@@ -175,10 +189,23 @@ def _measure_all(
             started = time.perf_counter()
             values = _measure(measurement, model, cell, bar)
             done += cell.work
-            store.write(cell, {**values, "seconds": time.perf_counter() - started})
+            if is_main_process() or not _together(measurement, cell):
+                store.write(cell, {**values, "seconds": time.perf_counter() - started})
             if progress:
                 left = f"{format_duration(_seconds(work - done, done, begun))} to go"
                 logger.info("[%d/%d] %s; %s", number, len(cells), _said(cell, values), left)
+
+
+def _together(measurement: Measurement, cell: Cell) -> bool:
+    """Whether all processes measure a cell together, each a part of every window."""
+    return measurement.config.split_window > 1 and cell.kind == PERPLEXITY
+
+
+def _of_main_process(value: bool) -> bool:
+    """What the main process found, in every process."""
+    from accelerate.utils import broadcast_object_list
+
+    return bool(broadcast_object_list([value])[0])
 
 
 def _seconds(work: float, done: float, begun: float) -> float:
@@ -207,14 +234,15 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
     if crop is not None:
         protocol, settings = "cropped", WindowSettings(window=crop, blocks=config.control_blocks)
     chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
-    return perplexity(
-        model,
-        measurement.documents[cell.number],
-        measurement.lengths,
-        protocol=protocol,
-        options=RunOptions(chunk, bar, config.control_blocks),
-        **settings,
-    )
+    with split_window(model) if _together(measurement, cell) else nullcontext():
+        return perplexity(
+            model,
+            measurement.documents[cell.number],
+            measurement.lengths,
+            protocol=protocol,
+            options=RunOptions(chunk, bar, config.control_blocks),
+            **settings,
+        )
 
 
 def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Found:

@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rope_extend.attention.packed import document_inputs
+from rope_extend.attention.split_window import current_split
 from rope_extend.data.packing import check_packing
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
@@ -61,7 +62,9 @@ class ChunkedLoss(Removable):
 
     def __init__(self, lm: Any, chunk_bytes: int | None) -> None:
         self.model = lm
-        self._hook = _decoder(lm).register_forward_pre_hook(partial(_keep_apart, lm), with_kwargs=True)
+        self._hook = _decoder(lm).register_forward_pre_hook(
+            partial(_keep_apart, lm), with_kwargs=True, prepend=True
+        )  # before a split window is cut
         self._before = vars(lm).get("forward")  # of another wrapper
         self._forward = lm.forward = MethodType(_forward(lm, self._before, chunk_bytes), lm)
 
@@ -103,10 +106,17 @@ def _forward(lm: Any, before: Any, chunk_bytes: int | None) -> Callable[..., Any
         _check_loss(self, inputs.get("output_router_logits"))
         ignored = inputs.pop("ignore_index", IGNORED)
         items, as_dict = inputs.pop("num_items_in_batch", None), inputs.pop("return_dict", None)
-        hidden = _decoder(self)(**inputs, return_dict=True).last_hidden_state
         targets = shifted(labels) if shift_labels is None else shift_labels
         targets = targets.masked_fill(targets == ignored, IGNORED)
-        loss = mean_loss(self, hidden, targets, items, chunk_bytes)
+        decode = partial(_decoder(self), **inputs, return_dict=True)
+        if (split := current_split(self)) is None:
+            loss = mean_loss(self, decode().last_hidden_state, targets, items, chunk_bytes)
+        else:
+            items = (targets != IGNORED).sum().clamp(min=1) if items is None else items
+            with split.own_share() as processes:
+                hidden = decode().last_hidden_state
+            own = processes.own(targets, fill=IGNORED)
+            loss = split.summed(mean_loss(self, hidden, own, items, chunk_bytes))
         return CausalLMOutputWithPast(loss=loss) if as_dict is not False else (loss,)
 
     return forward

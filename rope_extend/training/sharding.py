@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from rope_extend.attention.foreign_splits import ring_refusal
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import refuse_if
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm, shifted
@@ -116,15 +117,13 @@ class Sharding:
             return
         setting = f"cp_size {self.parts}"
         config = causal_lm(model).config.get_text_config(decoder=True)
-        reason = patch.encoding.beyond_one_table(patch.shape)
+        reason = ring_refusal(patch.encoding)
         kinds = ", ".join(sorted(layer_types_except_full_attention(config)))
         # Ring attention gives each process one piece of the front and one of the back, for equal work.
         pieces, length = 2 * self.parts, recipe.length
         refusals = {
-            f"{patch.encoding} cannot be computed on parts of a sequence ({setting}): {reason}. Use a rotary "
-            f"method with one table, such as yarn, or train on shorter blocks without {setting}": (
-                bool(reason)
-            ),
+            f"parts of a sequence ({setting}) do not work: {reason}. Use a rotary method with one table, "
+            f"such as yarn, or train on shorter blocks without {setting}": (bool(reason)),
             "sampled positions make short blocks stand for long ones, which need not be cut: leave "
             f"{setting} or positions out": recipe.positions != CONSECUTIVE,
             "packing uses its own attention functions, which ring attention would replace: leave "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from trl import SFTConfig, SFTTrainer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.attention.split_window import current_split
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import dry_run_attention
 from rope_extend.training.finetune import Recipe, finetune
@@ -167,22 +169,23 @@ def test_memory_of_a_long_step_with_a_large_vocabulary(device: str) -> None:
 
 
 class InOrder(Trainer):  # type: ignore[misc]
-    """A Trainer that reads its dataset in order."""
+    """A Trainer that reads its dataset in order; the processes of a split window get the same batches."""
 
-    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
+    def _get_train_sampler(self, *_: Any) -> Any:
+        order, split = SequentialSampler(self.train_dataset), current_split(self.model)
+        return order if split is None else split.sampler(order, batch_size=1)
+
+    _get_eval_sampler = _get_train_sampler
 
 
-class SFTInOrder(SFTTrainer):  # type: ignore[misc]
+class SFTInOrder(InOrder, SFTTrainer):  # type: ignore[misc]
     """TRL's trainer, which reads a dataset with columns."""
-
-    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
 
 
 def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **changes: Any) -> Trainer:
     settings = {
-        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 1, "report_to": [],
+        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1, "report_to": [],
         "learning_rate": 1e-2, "lr_scheduler_type": "constant",
         "adam_beta2": 0.95, "max_grad_norm": 1.0, "use_cpu": True, "disable_tqdm": True, "seed": 0,
         "save_strategy": "no", "bf16": False, "gradient_checkpointing": True, **changes,
@@ -213,7 +216,7 @@ def own_loop(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
     return run
 
 
-def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
+def train(kind: str, run: Recipe, output: Path, *, split: bool = False, **changes: Any) -> Trainer:
     """Train as `run` did, on the same blocks in the same order, and save where `save_model` does."""
     tokenizer = tokenizer_of(run)
     order = load_data(run, tokenizer, (), 32).blocks
@@ -230,7 +233,7 @@ def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
     lora = LoraConfig(r=4, lora_alpha=run.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     training = trainer(kind, model, chosen, output, tokenizer, **changes)
-    with chunked:
+    with chunked, rx.split_window(model) if split else nullcontext():
         training.train()
         assert math.isfinite(training.evaluate(training.train_dataset)["eval_loss"])
     training.save_model()
@@ -265,6 +268,8 @@ from test_any_trainer import Recipe, train
 recipe, output = sys.argv[1:]
 for kind in ("Trainer", "SFTTrainer"):
     train(kind, Recipe.from_yaml(recipe), Path(output) / kind, gradient_accumulation_steps=2)
+    where = Path(output) / f"{kind} split"
+    train(kind, Recipe.from_yaml(recipe), where, split=True, gradient_accumulation_steps=4)
 """
 
 
@@ -276,6 +281,7 @@ def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Pat
     launch(paths + IN_A_PROCESS, str(tmp_path / "run.yaml"), str(tmp_path), where=tmp_path)
     for kind in ("Trainer", "SFTTrainer"):
         assert_same_adapter(run, tmp_path / kind)
+        assert_same_adapter(run, tmp_path / f"{kind} split")
 
 
 def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:

@@ -1,0 +1,311 @@
+"""Several processes that share a window compute what one process computes: real processes over gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from alternative_cases import ALTERNATIVES
+from cases import ALL_FAMILIES, tiny_model
+from peft import LoraConfig, get_peft_model
+from rotary_cases import ENCODINGS, TARGET, TRAINED
+from several_processes import launch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import rope_extend as rx
+from rope_extend import PatchError, RopeExtendError
+from rope_extend.attention import foreign_splits
+from rope_extend.attention.split_window import check_split
+from rope_extend.cli.main import main as command
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.loss import shifted
+
+TOKENS = 85  # which neither two nor four processes can share equally
+IDS = torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+PACKED = torch.cat([torch.arange(37), torch.arange(TOKENS - 37)])[None]
+SAMPLED = torch.cat([torch.arange(37), torch.arange(90, 90 + TOKENS - 37)])[None]
+SETTINGS = ("plain", "packed", "one key head", "LoRA", "checkpointing")
+ROWS = [*ENCODINGS, *ALTERNATIVES]
+IN_FLOAT32 = ("fire", "shaw", "linear_attention", "learned", "kerple", "t5_bias")
+"""Encodings that learn numbers, or add up, in float32 in every model."""
+
+
+def llama(method: Any, setting: str = "plain") -> Any:
+    """A float64 model under a method, a row of the tables or a name."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=1 if setting == "one key head" else 2, max_position_embeddings=TRAINED,
+            initializer_range=0.3,
+        )
+    ).double()  # fmt: skip
+    if isinstance(method, str):
+        rx.extend(model, TARGET, method)
+    else:
+        shape = (rx.RopeShape(8, 1e4, TRAINED),) if hasattr(method, "oracle") else ()
+        rx.patch_model(model, method.build(*shape), target_length=TARGET)
+    if setting == "LoRA":
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, lora).double()
+    if setting == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def step(model: Any, ids: torch.Tensor = IDS, **given: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss of a batch and all gradients, averaged over the processes as data parallel training does."""
+    model.zero_grad(set_to_none=True)
+    output = model(input_ids=ids, use_cache=False, **given)
+    if output.loss is None:
+        output.loss = cross_entropy(output.logits.flatten(0, 1), shifted(ids).flatten())
+    output.loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return {**found, "loss": output.loss.detach()}
+
+
+def error_of(model: Any, tolerance: float = 1e-12, **given: torch.Tensor) -> str:
+    """What differs between one process and several that share the window."""
+    one = step(model, **given)
+    with rx.split_window(model):
+        several = step(model, **given)
+    largest = max(float(value.abs().max()) for value in one.values())
+    assert several.keys() == one.keys()
+    errors = {name: float((several[name] - value).abs().max()) / largest for name, value in one.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return f"{worst} {errors[worst]:.1e}" if errors[worst] > tolerance else ""
+
+
+def methods(rows: list[Any], few: bool) -> None:
+    """Loss and gradients of rows: of few the first of each method, with one setting each."""
+    wrong, seen = [], set()
+    for row in rows:
+        if few and row.name in seen:
+            continue
+        seen.add(row.name)
+        for setting in [SETTINGS[len(seen) % 5]] if few else SETTINGS:
+            if (row.name, setting) == ("linear_attention", "packed"):
+                continue  # which it refuses in one process too
+            given = {"position_ids": PACKED} if setting == "packed" else {}
+            tolerance = 1e-6 if row.name in IN_FLOAT32 else 1e-12
+            if error := error_of(llama(row, setting), tolerance, **given):
+                wrong.append(f"{row}, {setting}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@contextmanager
+def counted() -> Any:
+    """Counts the messages of each kind, by their numbers of axes."""
+    calls, originals = Counter[str](), (dist.all_to_all_single, dist.all_gather)
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(out: Any, given: torch.Tensor, **options: Any) -> Any:
+            calls[f"{name} {given.dim()}"] += 1
+            return original(out, given, **options)
+
+        return call
+
+    dist.all_to_all_single, dist.all_gather = noted("exchange", originals[0]), noted("gather", originals[1])
+    try:
+        yield calls
+    finally:
+        dist.all_to_all_single, dist.all_gather = originals
+
+
+def inputs() -> None:
+    """Other inputs, what is sent, and what is left alone."""
+    model = llama("dynamic_yarn")
+    before = model(IDS, use_cache=False).logits
+    assert not error_of(model, position_ids=SAMPLED)
+    rows = {"ids": IDS.repeat(2, 1), "attention_mask": torch.ones(2, TOKENS, dtype=torch.int64)}
+    rows["attention_mask"][1, :11] = 0
+    assert not error_of(model, **rows)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    assert not error_of(llama("yarn"), position_ids=PACKED, attention_mask=mask)
+    with rx.chunked_loss(model):
+        assert not error_of(model, 1e-6, labels=IDS, position_ids=PACKED)
+        assert not error_of(model, 1e-6, labels=IDS.roll(1), num_items_in_batch=torch.tensor(70))
+    with rx.split_window(model) as split:
+        with counted() as calls, torch.no_grad():
+            after = model(IDS).logits
+        # Of each layer queries, keys, values and outputs; of all layers once the positions, to compare them.
+        assert calls == {"exchange 5": 4 * 2, "gather 2": 1, "gather 3": 1}
+        texts = model.generate(IDS[:, :40], max_new_tokens=5, do_sample=False)
+        assert torch.equal(deepcopy(model)(IDS).logits, after)
+        with pytest.raises(RopeExtendError, match="split already"):
+            rx.split_window(model)
+        with pytest.raises(RopeExtendError, match=r"got different batches.*split\.sampler"):
+            model(IDS + dist.get_rank() % 2)
+        with pytest.raises(PatchError, match="output_hidden_states cannot be shared"):
+            model(IDS, output_hidden_states=True)
+        assert [*split.sampler([5, 6, 7], 2)] == [5, 6] * dist.get_world_size()
+        with rx.patch_model(model, rx.encoding("none")), pytest.raises(PatchError, match="patched after"):
+            model(IDS)
+    assert torch.equal(texts, model.generate(IDS[:, :40], max_new_tokens=5, do_sample=False))
+    assert float((after - before).abs().max()) <= 1e-12 * float(before.abs().max())
+    assert torch.equal(model(IDS, use_cache=False).logits, before)
+    # Positions that each process counts for itself give another result, so the checks above can fail.
+    share = -(-TOKENS // dist.get_world_size())
+    local = (torch.arange(TOKENS) % share)[None]
+    wrong = model(IDS, position_ids=local, attention_mask=mask).logits
+    assert float((wrong - before).abs().max()) > 1e-3
+
+
+def families(names: str) -> None:
+    """Masks by layer type, sliding windows, chunks, sinks of heads, latent keys: logits of one process."""
+    for case in ALL_FAMILIES:
+        if names and case.model_type not in names.split():
+            continue
+        model = tiny_model(case)
+        rx.extend(model, TARGET, "yarn")
+        try:
+            split = rx.split_window(model)
+        except rx.UnsupportedModelError:
+            continue
+        ids = IDS.repeat(2, 1).clamp(min=3, max=59)
+        with torch.no_grad():
+            with split:
+                several = model(ids).logits
+            one = model(ids, use_cache=False).logits
+        assert float((several - one).abs().max()) <= 1e-5 * float(one.abs().max()), case
+
+
+def perplexities() -> None:
+    """Every target's loss, of whole windows and in chunks, with a share of the heads in the cache."""
+    documents = [IDS[0].repeat(3), IDS[0].flip(0).repeat(3)]
+    for method in ("dynamic_yarn", "self_extend", "alibi"):
+        model = llama(method, "one key head")
+        for chunk in (None, 50):
+            how = {"save_losses": True, "progress": False, "options": rx.RunOptions(chunk)}
+            for asked in (
+                {"lengths": [64, 203]},
+                {"lengths": [90], "protocol": "sliding", "stride": 32},
+                {"lengths": [90], "protocol": "last-k", "last": 20},
+            ):
+                one = rx.perplexity(model, documents, **asked, **how).losses
+                with rx.split_window(model):
+                    several = rx.perplexity(model, documents, **asked, **how).losses
+                for length, losses in one.items():
+                    for expected, found in zip(losses, several[length], strict=True):
+                        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0, err_msg=method)
+
+
+def other_libraries() -> None:
+    """Ring attention of torch: refused, in every process, where it would leak or wait for ever."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    length = 2 * dist.get_world_size() * 8
+    for method, positions, reason in (
+        ("dynamic_yarn", torch.arange(length), "does not work: dynamic_yarn"),
+        ("self_extend", torch.arange(length), "does not work: self_extend.*split_window"),
+        ("alibi", torch.arange(length), "does not work: alibi"),
+        ("yarn", torch.arange(length) % (length - 3), "hold up to 2.*split_window"),
+    ):
+        buffers = [IDS[:, :length].clone(), positions[None].clone()]
+        model = llama(method)
+        with (
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1], no_restore_buffers=set(buffers)),
+            pytest.raises(PatchError, match=reason),
+        ):
+            model(buffers[0], position_ids=buffers[1])
+    buffers = [IDS[:, :length].clone(), torch.arange(length)[None]]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]):
+        assert foreign_splits.ring_mesh() is mesh
+        foreign_splits.check_foreign_split(llama("logn(yarn)").model, (), {"position_ids": buffers[1]})
+    assert foreign_splits.ring_mesh() is None
+
+
+def run(which: str) -> None:
+    """In each process: some of the checks above."""
+    dist.init_process_group("gloo")
+    if which == "families":
+        families("")
+    elif which == "some":
+        methods(ROWS, few=True)
+        families("mistral llama4_text gemma3_text gpt_oss deepseek_v3 gpt_neox qwen2_vl")
+    else:
+        methods(ROWS[int(which) :: 3], few=False)
+    if which in "some 0":
+        inputs()
+        perplexities()
+        other_libraries()
+    dist.destroy_process_group()
+
+
+PATHS = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
+SLOW = [(2, "families"), (4, "0"), (4, "1"), (4, "2")]
+
+
+@pytest.mark.parametrize(
+    ("processes", "which"), [(2, "some"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_processes_that_share_a_window_compute_what_one_does(
+    tmp_path: Path, processes: int, which: str
+) -> None:
+    script = PATHS + f"from test_split_window import run\nrun({which!r})"
+    launch(script, where=tmp_path, processes=processes)
+
+
+def test_ulysses_of_deepspeed_is_refused_where_it_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wraps the attention functions of modules that have the model's own config, and passes others by."""
+    owned = []
+
+    def wrapper(module: Any, *args: Any, **kwargs: Any) -> Any:
+        owned.append(module.config is model.config)
+        return own(module, *args, **kwargs)
+
+    wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", wrapper)
+    for method in ("yarn", "sinusoidal"):
+        model = llama(method)
+        model(IDS)
+    assert owned == [True] * 4
+    for method in ("dynamic_yarn", "self_extend", "logn(yarn)", "alibi"):
+        model = llama(method)
+        with pytest.raises(PatchError, match=r"DeepSpeed's sequence parallelism \(sp_size\).*split_window"):
+            model(IDS)
+    assert len(owned) == 4
+
+
+def test_what_cannot_be_shared_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama("yarn")
+    with pytest.raises(RopeExtendError, match=r"not been connected with others.*torchrun"):
+        rx.split_window(model)
+    with pytest.raises(RopeExtendError, match="4 heads cannot be shared by 3 processes"):
+        check_split(model, 3)
+    cases = {case.model_type: case for case in ALL_FAMILIES}
+    for family, reason in (
+        ("bamba", "mix tokens without"), ("falcon_h1", "convolutions"), ("doge", "parameters besides"),
+        ("falcon", "computes attention itself"),
+    ):  # fmt: skip
+        with pytest.raises(rx.UnsupportedModelError, match=f"{family} cannot be shared.*{reason}"):
+            check_split(tiny_model(cases[family]), 2)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    stock = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope}))
+    with pytest.raises(rx.UnsupportedModelError, match=r"follows the longest text.*extend\(model"):
+        check_split(stock, 2)
+    for given, error in (
+        (["--split-window", "5", "--plan"], "6 heads cannot be shared by 5 processes"),
+        (["--split-window", "2", "--output", "never"], "--split-window 2 needs 2 processes, and there are 1"),
+    ):
+        rest = ["--methods", "none", "--lengths", "256", "--data", "demo:evaluation"]
+        with pytest.raises(SystemExit, match="2"):
+            command(["evaluate", str(MODEL_DIR), *rest, *given])
+        assert error in capsys.readouterr().err
