@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 from uuid import uuid4
 
@@ -43,6 +43,23 @@ def expand_home(path: str | os.PathLike[str]) -> str:
                 f"no file can be called {expanded[:80]!r} ({reason}); give another name"
             ) from error
     return expanded
+
+
+def public_name(name: str) -> str:
+    """A name for texts that people publish: of a path outside the working directory only the last part."""
+    return _last_part(name) or name
+
+
+def is_private(name: str) -> bool:
+    """Whether a name is a path outside the working directory: absolute, or through `~` or `..`."""
+    return _last_part(name) is not None
+
+
+def _last_part(name: str) -> str | None:
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or name.startswith("~") or ".." in path.parts:
+            return path.name
+    return None
 
 
 def flush(path: Path) -> None:

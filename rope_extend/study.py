@@ -13,7 +13,8 @@ from rope_extend.evaluation.evaluation_config import StudyConfig
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found
 from rope_extend.evaluation.verdicts import verdicts
-from rope_extend.report.tables import Section, is_private, public_name
+from rope_extend.files import is_private, public_name
+from rope_extend.report.tables import Section
 from rope_extend.units import format_length
 
 

@@ -29,13 +29,13 @@ from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.staging import is_our_card, marked
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, write_text
+from rope_extend.files import expand_home, is_private, public_name, write_text
 from rope_extend.models.checkpoint_directory import CARD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import pretrained
 from rope_extend.models.locating import GGUF
 from rope_extend.models.stock_config import has_stock_config
-from rope_extend.report.tables import is_private, markdown_code, markdown_text, number, public_name
+from rope_extend.report.tables import markdown_code, markdown_text, number
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)

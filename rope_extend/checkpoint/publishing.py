@@ -17,7 +17,7 @@ import yaml
 from rope_extend.checkpoint.manifest import check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home
+from rope_extend.files import expand_home, is_private
 from rope_extend.models.checkpoint_directory import (
     ADAPTER_CONFIG,
     CARD_NAME,
@@ -27,7 +27,6 @@ from rope_extend.models.checkpoint_directory import (
     matches,
 )
 from rope_extend.models.loading import one_error
-from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 

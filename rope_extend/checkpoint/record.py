@@ -28,14 +28,13 @@ from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, write_json
+from rope_extend.files import expand_home, is_private, public_name, write_json
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error
 from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
-from rope_extend.report.tables import is_private, public_name
 from rope_extend.report.versions import package_version
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Found, run
+from rope_extend.files import public_name
 from rope_extend.models.processes import is_main_process
-from rope_extend.report.tables import Code, Section, public_name
+from rope_extend.report.tables import Code, Section
 
 
 def evaluate(

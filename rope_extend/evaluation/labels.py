@@ -10,7 +10,7 @@ from rope_extend.encodings import composed_name
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.report.tables import public_name
+from rope_extend.files import public_name
 from rope_extend.units import format_length
 
 

@@ -12,8 +12,9 @@ from rope_extend.evaluation.protocols import PROTOCOLS
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.evaluation.verdicts import verdict_sentences
+from rope_extend.files import public_name
 from rope_extend.report.page import Part, Picture
-from rope_extend.report.tables import Line, Section, interval, number, public_name, signed
+from rope_extend.report.tables import Line, Section, interval, number, signed
 from rope_extend.units import format_length
 
 

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
 
 Line = Sequence[str]
 """The cells of a line of a table."""
@@ -82,23 +81,6 @@ def _one_line(value: object, longest: int) -> str:
 def writable(text: str) -> str:
     """A text that UTF-8 can hold: a question mark for each byte of a file's name that is not UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def public_name(name: str) -> str:
-    """A name for texts that people publish: of a path outside the working directory only the last part."""
-    return _last_part(name) or name
-
-
-def is_private(name: str) -> bool:
-    """Whether a name is a path outside the working directory: absolute, or through `~` or `..`."""
-    return _last_part(name) is not None
-
-
-def _last_part(name: str) -> str | None:
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if path.is_absolute() or name.startswith("~") or ".." in path.parts:
-            return path.name
-    return None
 
 
 def number(value: float | None) -> str:
