@@ -57,10 +57,21 @@ def local_directory(
         return Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), **options))
 
 
-def check_named(name: str, kind: str, argument: str) -> None:
-    """Refuse a name that leads to no checkpoint, as `local_directory` does, without a download."""
-    with _not_found(name, kind, argument):
+def base_name(name: str, revision: str | None) -> str:
+    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision.
+
+    Args:
+        name: as `Record.base` returns it.
+        revision: the same.
+
+    Raises:
+        RopeExtendError: there is no such model.
+    """
+    if revision is not None:
+        return str(local_directory(name, "base model", "base_model=", revision=revision))
+    with _not_found(name, "base model", "base_model="):
         check_checkpoint(name)
+    return name
 
 
 @contextmanager

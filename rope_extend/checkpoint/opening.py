@@ -10,12 +10,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
-from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
+from rope_extend.checkpoint.hub import base_name, local_directory
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import apply_record, load
-from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.locating import check_checkpoint
@@ -53,7 +52,7 @@ def load_any(
     if record is None:
         return options.empty(name) if empty else options.load(name)
     adapter = _file(name, ADAPTER_CONFIG) is not None
-    source = _base(name, record, base_model) if adapter else str(local_directory(name))
+    source = base_name(*record.base(Path(name), base_model)) if adapter else str(local_directory(name))
     if not empty:
         return load(name, base_model=base_model, **options.arguments(source))
     model = options.empty(source)
@@ -70,7 +69,7 @@ def load_tokenizer(name: str | PathLike[str]) -> Any:
     name = expand_home(name)
     record = _record(name)
     if record is not None and _file(name, "tokenizer_config.json") is None:
-        name = _base(name, record)
+        name = base_name(*record.base(Path(name)))
     return pretrained(AutoTokenizer, name)
 
 
@@ -82,13 +81,7 @@ def base_model_of(name: str | PathLike[str]) -> str:
     """
     name = expand_home(name)
     record = _record(name)
-    return name if record is None else _base(name, record)
-
-
-def _base(name: str, record: Record, base_model: str | None = None) -> str:
-    if (base := base_model or record.base_model) is None:
-        raise RopeExtendError(f"the record of {name} names no base model; give base_model=")
-    return expand_home(base)
+    return name if record is None else base_name(*record.base(Path(name)))
 
 
 def _record(name: str) -> Record | None:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from rope_extend.attention.registry import without_cudnn
-from rope_extend.checkpoint.hub import check_named, local_directory
+from rope_extend.checkpoint.hub import base_name
 from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
@@ -355,11 +355,7 @@ class Subjects:
                 f"{name} holds an adapter, whose record says its windows; leave {given} out"
             )
         record = checked_record(directory, check_files=True)
-        base, revision = record.base(directory, base_model)
-        if revision is not None:
-            base = str(local_directory(base, "base model", "base_model=", revision=revision))
-        else:
-            check_named(base, "base model", "base_model=")
+        base = base_name(*record.base(directory, base_model))
         config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)
         tokenizer = name if (directory / "tokenizer_config.json").exists() else base
         return cls(Candidates.of(config, load_options), record.target_length, tokenizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COMMON, TARGET, llama
+from cases import COMMON, llama
 from integrity import IDS, RECORD, extended, logits, refused, rewritten, with_lora
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
@@ -129,7 +129,10 @@ def test_the_pinned_revision_of_a_base_model_is_used(tmp_path: Path, monkeypatch
         merged = rx.merge(adapter, tmp_path / "merged", overwrite=True)
         assert_same_but_rounding(logits(rx.load(merged)), expected)
         assert read_record(merged).base_revision == "v1"
-        assert rx.info(adapter).window == TARGET
+        assert rx.info(adapter).window == rx.load_any(adapter, empty=True).config.max_position_embeddings
+        assert torch.equal(logits(rx.load_any(adapter)), expected)
+        base = AutoModelForCausalLM.from_pretrained(rx.base_model_of(adapter))
+        assert torch.equal(base.model.norm.weight, llama().model.norm.weight)
         subjects = Subjects.of(str(adapter), LoadOptions())
         *_, (_, answering) = ((label, logits(model)) for label, model in subjects.answerers())
         assert torch.equal(answering, expected)
