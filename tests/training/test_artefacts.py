@@ -57,6 +57,7 @@ READERS: dict[str, dict[str, str | None]] = {
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
+        "opening.load_any": BASE,
         "verifying._reference": BASE,
         "card._recipe": None,  # shows the recipe next to the adapter
         "card.write_card": None,  # asks only whether the card is ours
