@@ -56,7 +56,8 @@ def push_to_hub(
     digests before.
 
     In the repository, they replace what is there of another model or adapter: weights, shards, their index,
-    configs and record, which a loader would mix with the new ones. No other file is deleted.
+    configs and record, which a loader would mix with the new ones. No other file is deleted, and a repository
+    whose model was not uploaded by rope_extend, such as the base model itself, is refused.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
@@ -68,7 +69,8 @@ def push_to_hub(
 
     Raises:
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
-            model, the repository is public and should be private, or the hub refuses or cannot be reached.
+            model, the repository is public and should be private, the repository holds a model without a
+            record, or the hub refuses or cannot be reached.
     """
     import huggingface_hub
 
@@ -93,6 +95,12 @@ def push_to_hub(
             raise RopeExtendError(
                 f"{repo_id} exists and is public, so private=True cannot hold; nothing was uploaded. Make it "
                 "private in its settings on the hub, or give another name"
+            )
+        there = api.list_repo_files(repo_id, revision=revision)
+        if RECORD_NAME not in there and (held := [name for name in there if matches(name, CHECKPOINT)]):
+            raise RopeExtendError(
+                f"{repo_id} holds a model that rope_extend did not upload ({held[0]}), and an upload would "
+                "replace it; nothing was uploaded. Give another repository"
             )
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],

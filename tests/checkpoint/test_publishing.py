@@ -37,12 +37,15 @@ class Hub:
     def repo_info(self, repo_id: str) -> Any:
         return type("Info", (), {"private": not Hub.public})
 
+    def list_repo_files(self, repo_id: str, revision: str | None) -> list[str]:
+        return [path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*")]
+
     def upload_folder(
         self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], delete_patterns: list[str],
         **options: Any,
     ) -> Any:  # fmt: skip
         Hub.calls.append((repo_id, options))
-        there = [path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*")]
+        there = self.list_repo_files(repo_id, None)
         for name in huggingface_hub.utils.filter_repo_objects(there, allow_patterns=delete_patterns):
             (self.directory / name).unlink()
         files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
@@ -121,6 +124,14 @@ def test_what_a_repository_held_of_another_model_is_replaced_and_nothing_else(
     assert_same_but_rounding(logits(rx.load(hub, **base)), expected)
     if second != "adapter":
         assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(hub)), expected)
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_a_model_of_somebody_else_is_not_replaced(directory: Path, hub: Path) -> None:
+    (hub / "model-00001-of-00002.safetensors").write_text("of the base model")
+    with pytest.raises(RopeExtendError, match=r"holds a model that rope_extend did not upload \(model-00001"):
+        rx.push_to_hub(directory, "owner/base")
+    assert [file.name for file in hub.iterdir()] == ["model-00001-of-00002.safetensors"]
 
 
 @pytest.mark.parametrize("directory", ["adapter"], indirect=True)
