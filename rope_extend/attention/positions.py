@@ -261,11 +261,10 @@ def _give_positions(
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
-    cache = _cache_among(given.values())
-    columns = torch.arange(inputs.shape[1], device=mask.device)
+    cache, padding = _cache_among(given.values()), mask.to(inputs.device) == 0
+    columns = torch.arange(inputs.shape[1], device=inputs.device)
     columns = columns if cache is None else columns + cache.get_seq_length()
-    padding = (mask == 0).cumsum(dim=-1)
-    before = torch.where(mask == 0, 0, padding).cummax(dim=-1).values
+    before = padding.cumsum(dim=-1).masked_fill(padding, 0).cummax(dim=-1).values
     return (), {**given, "position_ids": columns - before[:, columns.clamp(max=mask.shape[1] - 1)]}
 
 

@@ -93,7 +93,11 @@ def test_chats_equal_one_forward_and_rows_alone(method: str, family: str) -> Non
                 mask = (ids != 0).long()
                 at = positions(mask, pick, by_column=by_column)
                 given = {} if at is None else {"position_ids": at[:, -new.shape[1] :]}
-                output = model(new, attention_mask=mask, past_key_values=past, **given)
+                embeds = pick.random() < 0.2
+                given |= (
+                    {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
+                )
+                output = model(**given, attention_mask=mask, past_key_values=past)
                 found = torch.cat([found, output.logits], dim=1)
                 if pick.random() < 0.2:
                     order = [pick.randrange(len(rows)) for _ in rows]
