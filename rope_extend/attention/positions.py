@@ -208,15 +208,15 @@ class AttentionHandler:
         shown = shown_to(call, at, end)
         is_text = shown.gather(1, (past + at).expand(len(shown))[:, None])
         rows = max(len(queries), len(shown))
-        position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
-        column = dropped + past + at[:, None]
         # The number of visible keys from each one on, up to that token.
         after = shown[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-        seen = after[:, :1]
+        seen, column = after[:, :1], dropped + past + at[:, None]
+        position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
+        position = torch.where(is_text, position, seen)  # of padding, it may be any number
         by_column = position == column
         sees_all = column < (0 if dropped else total if window is None else window)
         counted = torch.where(sees_all, position == seen, (seen <= position) & (position < column))
-        unknown = is_text & ~by_column & ~counted
+        unknown = ~by_column & ~counted
         if bool(unknown.any()):
             row = int(unknown.flatten().nonzero()[0])
             here, cached = int(position[row]), int(seen.expand(rows, -1)[row])
