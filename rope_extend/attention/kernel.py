@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.forward import Forward
-from rope_extend.attention.functions import (
-    HANDLER,
-    AttentionCall,
-    attention_window,
-    extended_modules,
-    handing_over,
-)
+from rope_extend.attention.functions import GIVEN, AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.rotation import rotate
@@ -137,7 +130,7 @@ class KernelHandler(AttentionHandler):
         """Replace the attention of a decoder."""
         super().install(decoder, undo)
         for module in extended_modules(self.encoding, decoder, self.adapter):
-            undo.hook(module, give_cache)
+            undo.hook(module, expect_update)
             if attention_window(module) is not None:
                 raise UnsupportedModelError(
                     f"{self.encoding} attends to all earlier tokens, but {type(module).__name__} of this "
@@ -237,12 +230,8 @@ class KernelHandler(AttentionHandler):
             (layer.keys, layer.values), layer.step = state, ""
 
 
-def give_cache(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of an attention module: give its handler the cache."""
-    past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-    layers, index = getattr(past, "layers", []), int(module.layer_idx)
-    if getattr(module, HANDLER, None) is not None and index < len(layers):
+def expect_update(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module: let its layer of the cache that it was given be updated."""
+    layers, index = getattr(kwargs.get(GIVEN, {}).get("cache"), "layers", []), int(module.layer_idx)
+    if index < len(layers):
         layers[index].step = "expected"
-    return handing_over(module, args, kwargs, "cache", past)

@@ -208,15 +208,15 @@ class AttentionHandler:
         shown = shown_to(call, at, end)
         is_text = shown.gather(1, (past + at).expand(len(shown))[:, None])
         rows = max(len(queries), len(shown))
-        position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
-        column = dropped + past + at[:, None]
         # The number of visible keys from each one on, up to that token.
         after = shown[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-        seen = after[:, :1]
+        seen, column = after[:, :1], dropped + past + at[:, None]
+        position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
+        position = torch.where(is_text, position, seen)  # of padding, it may be any number
         by_column = position == column
         sees_all = column < (0 if dropped else total if window is None else window)
         counted = torch.where(sees_all, position == seen, (seen <= position) & (position < column))
-        unknown = is_text & ~by_column & ~counted
+        unknown = ~by_column & ~counted
         if bool(unknown.any()):
             row = int(unknown.flatten().nonzero()[0])
             here, cached = int(position[row]), int(seen.expand(rows, -1)[row])
@@ -261,11 +261,10 @@ def _give_positions(
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
-    cache = _cache_among(given.values())
-    columns = torch.arange(inputs.shape[1], device=mask.device)
+    cache, padding = _cache_among(given.values()), mask.to(inputs.device) == 0
+    columns = torch.arange(inputs.shape[1], device=inputs.device)
     columns = columns if cache is None else columns + cache.get_seq_length()
-    padding = (mask == 0).cumsum(dim=-1)
-    before = torch.where(mask == 0, 0, padding).cummax(dim=-1).values
+    before = padding.cumsum(dim=-1).masked_fill(padding, 0).cummax(dim=-1).values
     return (), {**given, "position_ids": columns - before[:, columns.clamp(max=mask.shape[1] - 1)]}
 
 

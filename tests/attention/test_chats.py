@@ -93,13 +93,18 @@ def test_chats_equal_one_forward_and_rows_alone(method: str, family: str) -> Non
                 mask = (ids != 0).long()
                 at = positions(mask, pick, by_column=by_column)
                 given = {} if at is None else {"position_ids": at[:, -new.shape[1] :]}
-                output = model(new, attention_mask=mask, past_key_values=past, **given)
+                embeds = pick.random() < 0.2
+                given |= (
+                    {"inputs_embeds": model.get_input_embeddings()(new)} if embeds else {"input_ids": new}
+                )
+                output = model(**given, attention_mask=mask, past_key_values=past)
                 found = torch.cat([found, output.logits], dim=1)
                 if pick.random() < 0.2:
                     order = [pick.randrange(len(rows)) for _ in rows]
                     past.reorder_cache(torch.tensor(order))
                     rows, ids, found = [rows[row] for row in order], ids[order], found[order]
-                if pick.random() < 0.2 and all(type(layer) is DynamicLayer for layer in past.layers):
+                dynamic = all(type(layer) is DynamicLayer for layer in past.layers)
+                if pick.random() < 0.2 and dynamic and ids.shape[1] > new.shape[1]:
                     count = pick.randint(1, new.shape[1])
                     past.crop(-count)
                     ids, found = ids[:, :-count], found[:, :-count]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rope_extend as rx
+from rope_extend.errors import PatchError
 from rope_extend.models.view import shape_of
 
 FAMILIES = [
@@ -111,6 +112,17 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
             mask, at = torch.ones(1, 25, dtype=torch.long), torch.tensor([25])
             found = decoded(model, output, best(output.logits[:, -1]), mask, at)
             assert torch.equal(found, expected[1:2])
+
+
+def test_generate_after_padding_on_the_right() -> None:
+    """Two tokens get one position. That has no effect where no pair is changed, and is refused elsewhere."""
+    model, mask = tiny_model(FAMILIES[0]), torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]])
+    inputs = {"inputs": tokens(2, 4), "attention_mask": mask}
+    expected = model.generate(**inputs, **OPTIONS)
+    with rx.patch_model(model, rx.encoding("jet_long", near=5, window=16)):
+        assert torch.equal(model.generate(**inputs, **OPTIONS), expected)
+        with pytest.raises(PatchError, match=r"position 16 sees 17 cached tokens: their positions.*overlap"):
+            model.generate(**inputs, **{**OPTIONS, "max_new_tokens": 20})
 
 
 @pytest.mark.parametrize("method", METHODS)
