@@ -27,9 +27,9 @@ def always(attention: nn.Module) -> bool:
 ADAPTERS = (
     FamilyAdapter(
         types("""
-            apertus apertus1p5_text arcee aria_text bitnet cwm diffllama doge exaone flex_olmo gemma gemma2
-            granite granitemoe granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2
-            jetmoe llama ministral3 mistral mixtral olmo olmo2 olmoe qwen2 qwen2_moe qwen3 qwen3_moe
+            apertus apertus1p5_text arcee aria_text bitnet cwm diffllama doge dots1 exaone flex_olmo gemma
+            gemma2 granite granitemoe granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2
+            jetmoe llama ministral ministral3 mistral mixtral olmo olmo2 olmoe qwen2 qwen2_moe qwen3 qwen3_moe
             sarvam_moe seed_oss solar_open starcoder2 vaultgemma
         """),
         "all channels of a head",
@@ -45,7 +45,7 @@ ADAPTERS = (
         ("nanochat",), "all channels of a head, rotated backwards", backwards=True, normalises=always
     ),
     FamilyAdapter(
-        types("glm4_moe gpt_neox minimax_m2 persimmon phi stablelm"),
+        types("glm4_moe gpt_neox minimax_m2 nemotron persimmon phi stablelm"),
         "the first channels of a head",
         hides_positions=("persimmon",),
     ),

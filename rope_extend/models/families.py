@@ -157,12 +157,27 @@ def types(names: str) -> tuple[str, ...]:
     return tuple(names.split())
 
 
+_UNCHECKED = "and it has not been checked yet"
+_NORMED = "it scales the channels of queries and keys by weights after the rotation, which distorts pairs"
+_SINES = "its rotary module has a table of sines of each position, not of frequencies"
+
 REFUSED: dict[str, str] = {
     "beam": "its full-attention layers do not rotate, and its other layers see a fixed local window only",
+    "codegen": _SINES,
+    "cohere_compass_text": f"each of its tables takes positions with three parts, {_UNCHECKED}",
+    "dbrx": f"its layers have attention two modules deep, {_UNCHECKED}",
     "deepseek_v4": "it rotates values as well as keys, so a factor on cos and sin would scale its output",
     "dory": "its middle layers run several times for each token, and not all checks pass for it yet",
+    "emu3": f"its text decoder is one part of a larger model, {_UNCHECKED}",
+    "gptj": _SINES,
+    "granitemoehybrid": f"it rotates only if its config says so, {_UNCHECKED}",
+    "hunyuan_v1_dense": _NORMED,
+    "hunyuan_v1_moe": _NORMED,
     "lara_mini": "its layers with full attention do not rotate, and not all checks pass for it yet",
+    "lfm2_moe": f"its rotary module has another name than those of other families, {_UNCHECKED}",
+    "qwen4_exp_text": f"its attention also rotates keys of whole blocks, to choose some, {_UNCHECKED}",
     "recurrent_gemma": "its attention sees a fixed local window only, in texts of any length",
+    "zamba2": f"its layers share one attention, which rotates only if the config says so, {_UNCHECKED}",
 }
 """Causal families with a rotary module that are not supported, with the reason."""
 
