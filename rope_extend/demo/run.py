@@ -101,6 +101,7 @@ def run_demo(
     asked: dict[str, Any] = {
         "data": DATA, "lengths": tuple(lengths), "methods": tuple(methods), "max_documents": DOCUMENTS,
         "retrieval": TRIALS, "retrieval_lengths": (target,), "output": str(output),
+        "control_blocks": (target - trained) * 16 // trained,  # all targets: the model is small
     }  # fmt: skip
     config = EvaluationConfig(model=base.model, adapters=tuple(adapters), **asked)
     print(f"\n[{len(runs) + 1}/{len(runs) + 2}] perplexity and passkeys, before and after")

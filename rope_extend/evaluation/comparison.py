@@ -54,7 +54,9 @@ class Comparison:
 
     def by_document(self, length: int) -> list[tuple[str, float]]:
         """The name of each document and its ratio to the control, on the targets beyond to `length`."""
-        first, second, terms = self.second.result.beyond(self.first.result, length)
+        if (sums := self.second.result.beyond(self.first.result, length)) is None:
+            return []
+        first, second, terms = sums
         ratios = [ppl(nats) for nats in (second - first) / terms]
         return [*zip(self.second.result.document_names, ratios, strict=False)]  # older results have no names
 

@@ -166,15 +166,12 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
 
 def _control_note(result: PerplexityResult) -> str:
     """What the model saw under a control, and which targets were scored."""
-    window, scored = result.window or 0, result.between(result.window or 0, result.max_length)[1].sum()
+    window, longest = result.window or 0, result.max_length
+    seen = f"the model sees {window} tokens at a time"
     if result.protocol != "cropped":
-        return f"the model sees {window} tokens at a time. {PROTOCOLS[result.protocol].flaw}"
-    share = scored / (result.documents * max(1, result.max_length - window))
-    return (
-        f"the model sees {window} tokens at a time. Beyond {window}, {share:.0%} of the targets are scored, "
-        f"in up to {result.blocks} blocks that are spread evenly. They stand for the others, and see at "
-        "least 15/16 of the window."
-    )
+        return f"{seen}. {PROTOCOLS[result.protocol].flaw}"
+    share = result.between(window, longest)[1].sum() / (result.documents * max(1, longest - window))
+    return f"{seen}. Beyond them, {share:.0%} of the targets are scored, spread evenly: they stand for all."
 
 
 def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared") -> list[Section]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -44,21 +44,6 @@ def control_edges(lengths: Collection[int], blocks: int, window: int | None = No
     windows = {*lengths, window or longest}
     targets = [(each, *ends) for each in windows for ends in control_targets(each, longest, blocks)]
     return sorted({end for ends in targets for end in ends} - {*block_starts(lengths).tolist(), longest})
-
-
-class CommonTargets(NamedTuple):
-    """The losses of a control and of another result on the targets of the control.
-
-    Attributes:
-        edges: int64 `[blocks]`, the first position of each block.
-        first, second: float64 `[documents, blocks]`, sums of losses in nats of the control, and of the other.
-        terms: int64 `[documents, blocks]`, the number of losses in each of these sums.
-    """
-
-    edges: Counts
-    first: Floats
-    second: Floats
-    terms: Counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,10 +137,13 @@ class PerplexityResult:
         )
         return bool(self) and one == two
 
-    def on_targets_of(self, control: PerplexityResult) -> CommonTargets | None:
-        """The losses of both on the targets of a control; None if their texts or protocols differ.
+    def on_targets_of(self, control: PerplexityResult) -> tuple[Counts, Floats, Floats, Counts] | None:
+        """The losses of a control and of this result on the targets of the control, in common blocks.
 
-        Also None if the control scored a part of a block whose losses this result has as one sum.
+        Returns:
+            The first position of each block, `[blocks]`; the sums of losses in nats of the control and of
+            this result, and their number, `[documents, blocks]`. None if the texts or protocols differ, or if
+            the control scored a part of a block of which this result has one sum.
         """
         same = self.same_targets(control) and self.block_nll.shape[0] == control.block_nll.shape[0] > 0
         if not (control.cropped and same and self.max_length == control.max_length):
@@ -169,22 +157,18 @@ class PerplexityResult:
         if ((scored > 0) & (scored != terms)).any():
             return None
         own = np.where(scored > 0, sums(self, self.block_nll), 0.0)
-        return CommonTargets(edges, sums(control, control.block_nll), own, scored)
+        return edges, sums(control, control.block_nll), own, scored
 
-    def beyond(self, control: PerplexityResult, length: int) -> tuple[Floats, Floats, Counts]:
+    def beyond(self, control: PerplexityResult, length: int) -> tuple[Floats, Floats, Counts] | None:
         """Each document's losses on the control's targets from its window to `length`, and their number.
 
-        Returns:
-            The sums of the control and of this result in nats, `[documents]`; empty if the two cannot be
-            compared, or the control has no targets there.
+        The sums of the control and of this result in nats, `[documents]`. None if there are no such targets.
         """
-        common = self.on_targets_of(control)
-        if common is None or control.window is None:
-            return np.zeros(0), np.zeros(0), np.zeros(0, np.int64)
-        part = slice(*np.searchsorted(common.edges, (control.window, length)))
+        if (common := self.on_targets_of(control)) is None:
+            return None
+        part = slice(*np.searchsorted(common[0], (control.window or 0, length)))
         first, second, terms = (each[:, part].sum(1) for each in common[1:])
-        some = slice(None if terms.all() else 0)
-        return first[some], second[some], terms[some]
+        return (first, second, terms) if terms.all() else None
 
     def against(self, control: PerplexityResult) -> list[Difference]:
         """How the losses differ from those of a control, the protocol `cropped`, on the control's targets.
@@ -193,12 +177,8 @@ class PerplexityResult:
         longest one. Within the window both are predicted from the same tokens, which would only hide the
         difference. Empty if the two cannot be compared: on other documents, or with other lengths.
         """
-        sums = {length: self.beyond(control, length) for length in sorted(self.ppl)}
-        return [
-            paired(length, first.tolist(), second.tolist(), terms.tolist())
-            for length, (first, second, terms) in sums.items()
-            if terms.size
-        ]
+        sums = [(length, self.beyond(control, length)) for length in sorted(self.ppl)]
+        return [paired(length, *(each.tolist() for each in found)) for length, found in sums if found]
 
     @property
     def cropped(self) -> bool:

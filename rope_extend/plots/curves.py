@@ -55,8 +55,8 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         control, result = controls[id(row)], row.result
         edges, losses, terms = result.block_edges[:-1], result.block_nll, result.block_terms
         if control is not None:
-            edges, before, after, terms = result.on_targets_of(control.result)
-            losses = after - before
+            edges, before, losses, terms = result.on_targets_of(control.result)
+            losses = losses - before
         elif any(controls.values()):
             losses = losses * math.nan
         draw_line(axes, *loss_by_group(edges, losses, terms, result.max_length), **style)

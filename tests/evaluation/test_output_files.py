@@ -184,7 +184,7 @@ class Runs(RuleBasedStateMachine):
         one = SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
             work_text=lambda _: "",
-            config=SimpleNamespace(budget=None, version=version, documents=True),
+            config=SimpleNamespace(budget=None, version=version, documents=True, split_window=1),
             names=[*map(str, range(PARTS))],
             candidates=SimpleNamespace(
                 name="m", load_options=model, prepared=lambda *_: nullcontext(),

@@ -130,7 +130,8 @@ def cropped(lm: Any, documents: list[rx.Document], length: int, window: int) -> 
     total, lm = 0.0, lm.double().eval()
     for document in documents:
         for target in range(1, length):
-            start = max(0, math.ceil((target + 1 - window) / (window // 2))) * (window // 2)
+            size = window // 16  # targets of a block, which has `window` tokens before its last target
+            start = 0 if target < window else (target - window) // size * size + size - 1
             ids = document.input_ids[start:target].clone()
             if document.input_ids[0] == lm.config.bos_token_id:
                 ids[0] = lm.config.bos_token_id
