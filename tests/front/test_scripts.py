@@ -251,18 +251,6 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
     assert (ours[0], control[0]) == ("yarn(factor=2)", "model, context cropped to 256")
     assert (tmp_path / "evaluation" / "perplexity.svg").exists()
     assert "2 documents" in said
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("def read(path):\n    with open(path) as file:\n" * 20)
-    assert "tokens of prompt" in commands.run(GENERATE, str(whole), str(prompt), "--max-new-tokens", "5")
-    commands.run(
-        GENERATE, str(MODEL_DIR), str(prompt), "--method", "dynamic_yarn", "--target-length", "1024",
-        "--max-new-tokens", "5", environment=ON_A_CPU,
-    )  # fmt: skip
-    commands.run(
-        "evaluate", str(MODEL_DIR), "--adapters", str(whole), "--lengths", "256,512", "--retrieval", "0",
-        "--data", "demo:evaluation", "--documents", "2", "--output", str(tmp_path / "command"),
-        environment=ON_A_CPU,
-    )  # fmt: skip
 
 
 def test_the_notebook_is_stored_with_what_it_shows() -> None:
