@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import apply_record, load
-from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.locating import check_checkpoint
@@ -86,9 +85,10 @@ def base_model_of(name: str | PathLike[str]) -> str:
 
 
 def _base(name: str, record: Record, base_model: str | None = None) -> str:
-    if (base := base_model or record.base_model) is None:
-        raise RopeExtendError(f"the record of {name} names no base model; give base_model=")
-    return expand_home(base)
+    base, revision = record.base(Path(name), base_model)
+    if revision is None:
+        return base
+    return str(local_directory(base, "base model", "base_model=", revision=revision))
 
 
 def _record(name: str) -> Record | None:
