@@ -115,11 +115,11 @@ def api_page() -> str:
 
 def commands_page() -> str:
     """The page on the command line: the help of every command."""
-    from rope_extend.cli.main import GROUPS, command_parser
+    from rope_extend.cli.main import COMMANDS, GROUPS, command_parser
 
     parts = ["# Command line", "`rope-extend COMMAND --help-all` prints the same."]
     for title, commands in GROUPS.items():
         parts.append(f"## {title.capitalize()}")
-        for name in (command.__name__ for command in commands):
+        for name in (name for name, command in COMMANDS.items() if command in commands):
             parts += [f"### {name}", f"```text\n{command_parser(name).format_help().rstrip()}\n```"]
     return "\n\n".join(parts) + "\n"

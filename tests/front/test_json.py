@@ -15,8 +15,8 @@ from rope_extend.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 WITHOUT = {
-    "demo", "generate", "retrieve", "plot", "convert", "merge", "push", "card", "completion", "search",
-    "report", "export",
+    "demo", "generate", "lm-eval", "retrieve", "plot", "convert", "merge", "push", "card", "completion",
+    "search", "report", "export",
 }  # fmt: skip
 """Commands that run, write files or print a text: there is nothing to give another program."""
 

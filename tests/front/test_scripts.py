@@ -126,12 +126,14 @@ def subject(request: pytest.FixtureRequest, work: Path, tmp_path_factory: pytest
 
 
 def cropped(lm: Any, documents: list[rx.Document], length: int, window: int) -> float:
-    """The perplexity of `cropped` by its definition in docs/measuring.md: one forward for each target."""
-    total, lm = 0.0, lm.double().eval()
+    """The perplexity of `cropped` up to twice the window, where it scores all targets: a forward for each.
+
+    A target beyond the window is one of a block of a sixteenth of it, which ends where the window ends.
+    """
+    total, size, lm = 0.0, window // 16, lm.double().eval()
     for document in documents:
         for target in range(1, length):
-            size = window // 16  # targets of a block, which has `window` tokens before its last target
-            start = 0 if target < window else (target - window) // size * size + size - 1
+            start = 0 if target < window else target - target % size + size - 1 - window
             ids = document.input_ids[start:target].clone()
             if document.input_ids[0] == lm.config.bos_token_id:
                 ids[0] = lm.config.bos_token_id
@@ -252,18 +254,6 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
     assert (ours[0], control[0]) == ("yarn(factor=2)", "model, context cropped to 256")
     assert (tmp_path / "evaluation" / "perplexity.svg").exists()
     assert "2 documents" in said
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("def read(path):\n    with open(path) as file:\n" * 20)
-    assert "tokens of prompt" in commands.run(GENERATE, str(whole), str(prompt), "--max-new-tokens", "5")
-    commands.run(
-        GENERATE, str(MODEL_DIR), str(prompt), "--method", "dynamic_yarn", "--target-length", "1024",
-        "--max-new-tokens", "5", environment=ON_A_CPU,
-    )  # fmt: skip
-    commands.run(
-        "evaluate", str(MODEL_DIR), "--adapters", str(whole), "--lengths", "256,512", "--retrieval", "0",
-        "--data", "demo:evaluation", "--documents", "2", "--output", str(tmp_path / "command"),
-        environment=ON_A_CPU,
-    )  # fmt: skip
 
 
 def test_the_notebook_is_stored_with_what_it_shows() -> None:
