@@ -378,7 +378,8 @@ class SplitWindow(Removable):
     def summed(self, part: Tensor) -> Tensor:
         """The sum of a loss over the processes; for its gradient see `Processes.gathered`."""
         total = part.detach().clone()
-        dist.all_reduce(total, group=self.processes.group)
+        if self.processes.group is not None:
+            dist.all_reduce(total, group=self.processes.group)
         return total + self.processes.size * (part - part.detach())
 
     def share_cache(self, cache: Any) -> Any:
