@@ -292,8 +292,8 @@ from dataclasses import replace
 from pathlib import Path
 from test_any_trainer import Recipe, RopeExtendError, finetune, train
 recipe, output = Recipe.from_yaml(sys.argv[1]), Path(sys.argv[2])
-for change in ({"method": "dynamic_yarn"}, {"method": "alibi"}, {"packing": "restart"}):
-    run = replace(recipe, output_dir=str(output / "run"), **change)
+for change in ({"method": "dynamic_yarn"}, {"method": "alibi"}, {"method": "yarn"}):
+    run = replace(recipe, output_dir=str(output / "run"), packing="restart", **change)
     for kind in ("Trainer", "SFTTrainer", "finetune"):
         try:
             finetune(run) if kind == "finetune" else train(kind, run, output / kind, use_cpu=False)
@@ -307,15 +307,20 @@ def test_what_ring_attention_would_get_wrong_is_refused_in_any_trainer(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     """Context parallelism of accelerate: no hang, and no document that sees another."""
-    (tmp_path / "run.yaml").write_text(replace(recipe, method="yarn", steps=1).to_yaml())
+    text = Path(recipe.data, "a.txt").read_text()
+    (tmp_path / "data").mkdir()
+    for start in range(0, 6000, 150):  # several documents in each block
+        (tmp_path / "data" / f"{start}.txt").write_text(text[start : start + 150])
+    run = replace(recipe, method="yarn", steps=1, data=str(tmp_path / "data"))
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
     paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
     arguments = (str(tmp_path / "run.yaml"), str(tmp_path))
     said = launch(
         AS_IF_GPUS + RING_ON_CPU + paths + IN_RINGS, *arguments, where=tmp_path, environment=CONTEXT
     )
     for kind in ("Trainer", "SFTTrainer", "finetune"):
-        for change in ("dynamic_yarn", "alibi", "restart"):
-            assert len(re.findall(rf"^{kind} {change} .*cp_size 2", said, re.MULTILINE)) == 2, said
+        for method in ("dynamic_yarn", "alibi", "yarn"):
+            assert len(re.findall(rf"^{kind} {method} .*cp_size 2", said, re.MULTILINE)) == 2, said
 
 
 def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:
