@@ -226,7 +226,7 @@ class _OfSomeHeads:
         self.inner, self.heads = inner, heads
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        values = {
+        values: dict[str, Any] = {
             "num_key_value_groups": query.shape[1] // key.shape[1],
             _SINKS: getattr(module, _SINKS, None),
         }
@@ -354,7 +354,7 @@ class SplitWindow(Removable):
         for hook in self._hooks:
             hook.remove()
         for module, handler, config in zip(self._modules, self._handlers, self._configs, strict=True):
-            if getattr(module, HANDLER, None) is handler:  # not so under a later patch
+            if vars(module).get(HANDLER) is handler:  # not so under a later patch
                 setattr(module, HANDLER, handler.inner)
                 module.config = config
 
@@ -453,7 +453,7 @@ class SplitWindow(Removable):
         digest = 0
         for each in inputs:
             digest = zlib.crc32(repr(each.shape).encode(), digest)
-            digest = zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy(), digest)
+            digest = zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
         everyone = self.processes.gathered(torch.tensor([[digest]], device=self.model.device))
         if bool((everyone != digest).any()):
             raise RopeExtendError(

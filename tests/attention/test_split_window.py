@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -214,8 +215,8 @@ def plans() -> None:
     for chunk in (None, 192):
         with TemporaryDirectory() as directory:
             SHAPES["llama"].save_pretrained(directory)
-            options = {"load_options": CPU, "chunk": chunk, "processes": dist.get_world_size()}
-            plan = plan_forward(directory, [768], **options)
+            options = replace(CPU, split_window=dist.get_world_size())
+            plan = plan_forward(directory, [768], load_options=options, chunk=chunk)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(SHAPES["llama"]).eval()
         with rx.split_window(model):
