@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Sampler
@@ -422,9 +423,15 @@ class SplitWindow(Removable):
         config = self.model.config.get_text_config(decoder=True)
         like = first.new_empty(*first.shape[:2], 0, dtype=self.model.dtype)
         documents = None if positions is None or positions.dim() == 3 else positions
-        masks = create_masks_for_generate(config, like, mask, cache, position_ids=documents)
+        try:
+            masks = create_masks_for_generate(config, like, mask, cache, position_ids=documents)
+        except TypeError:  # for layers that see chunks, in transformers 5.17
+            masks = None
         if getattr(config, "layer_types", None) and not isinstance(masks, dict):
-            raise UnsupportedModelError(f"split_window: {config.model_type} has masks of its own")
+            raise UnsupportedModelError(
+                f"split_window: transformers {transformers.__version__} does not make the masks of "
+                f"{config.model_type} before its layers; train it whole, or with another version"
+            )
         return masks
 
     def _check(self, kwargs: dict[str, Any], others: tuple[Any, ...]) -> None:

@@ -271,7 +271,7 @@ def run(which: str) -> None:
         families("")
     elif which == "some":
         methods(ROWS, few=True)
-        families("mistral llama4_text gemma3_text gpt_oss deepseek_v3 gpt_neox qwen2_vl")
+        families("mistral gemma3_text gpt_oss deepseek_v3 gpt_neox qwen2_vl")
     else:
         methods(ROWS[int(which) :: 3], few=False)
     if which in "some 0":
