@@ -208,6 +208,7 @@ class ModelConfig(Config):
             attention=self.attention,
             quantize=self.quantize,
             limit_memory=self.limit_memory,
+            split_window=self.split_window,
         )
 
 

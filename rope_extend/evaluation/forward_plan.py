@@ -122,7 +122,6 @@ def plan_forward(
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
-    processes: int = 1,
 ) -> ForwardPlan | None:
     """Estimate the memory and time of windows of these lengths.
 
@@ -134,7 +133,6 @@ def plan_forward(
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
-        processes: number of processes that share each window; the estimate is for one of them.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -149,7 +147,7 @@ def plan_forward(
         changes += [(encoding, PeftConfig.from_pretrained(str(adapter))) for adapter, encoding in adapters]
     setups = {  # one of each kind: others need the same memory
         (*_memory_class(encoding), repr(config)): partial(
-            _changed, lm, encoding, config, trained_length, processes
+            _changed, lm, encoding, config, trained_length, load_options.split_window
         )
         for encoding, config in changes
     }
@@ -160,7 +158,7 @@ def plan_forward(
         estimator = ForwardEstimator(
             lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
-        return _plan(estimator, sizes, chunk, processes)
+        return _plan(estimator, sizes, chunk, load_options.split_window)
 
     return try_estimate(estimate, lm, "a forward")
 

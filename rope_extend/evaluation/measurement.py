@@ -139,7 +139,6 @@ class Measurement:
             trained_length=self.trained,
             chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
-            processes=config.split_window,
         )
 
     def _documents(self) -> list[Document]:

@@ -38,6 +38,7 @@ class LoadOptions:
             soft-capped, because sdpa has no cap.
         quantize: quantize the weights with bitsandbytes while loading: `4bit` (NF4) or `8bit`.
         limit_memory: bytes that may be used on a device. On a GPU the allocator enforces the limit.
+        split_window: number of processes that share each window; estimates are for one of them.
 
     Raises:
         RopeExtendError: two options contradict each other, or this machine cannot provide them.
@@ -49,6 +50,7 @@ class LoadOptions:
     attention: str | None = None
     quantize: str | None = None
     limit_memory: int | None = None
+    split_window: int = 1
 
     def __post_init__(self) -> None:
         if self.device is not None and self.device_map is not None:

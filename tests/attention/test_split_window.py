@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,17 +20,21 @@ from cases import ALL_FAMILIES, tiny_model
 from peft import LoraConfig, get_peft_model
 from rotary_cases import ENCODINGS, TARGET, TRAINED
 from several_processes import launch
+from test_forward_plan import CPU, SHAPES, measured
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend import PatchError, RopeExtendError
 from rope_extend.attention import foreign_splits
-from rope_extend.attention.split_window import check_split
+from rope_extend.attention.split_window import Processes, SplitWindow, check_split
 from rope_extend.cli.main import main as command
 from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.evaluation.forward_plan import plan_forward
 from rope_extend.loss import shifted
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import dry_run_attention
 
 TOKENS = 85  # which neither two nor four processes can share equally
 IDS = torch.randint(0, 61, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -204,6 +210,33 @@ def perplexities() -> None:
                         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=0, err_msg=method)
 
 
+def plans() -> None:
+    """The bytes of a process are estimated in one, to 2 %: of an evaluation, and of a training step."""
+    for chunk in (None, 192):
+        with TemporaryDirectory() as directory:
+            SHAPES["llama"].save_pretrained(directory)
+            options = replace(CPU, split_window=dist.get_world_size())
+            plan = plan_forward(directory, [768], load_options=options, chunk=chunk)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(SHAPES["llama"]).eval()
+        with rx.split_window(model):
+            assert plan.longest.total == pytest.approx(measured(model, 768, chunk), rel=0.02)
+    peaks, share = [], 768 // dist.get_world_size()
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(SHAPES["llama"]).train()
+            ids = torch.zeros(1, 768, dtype=torch.int64)
+        processes = Processes(dist.group.WORLD if device == "cpu" else None, dist.get_world_size())
+        with rx.chunked_loss(model), SplitWindow(model, processes), LiveBytes(scored=share) as memory:
+            for parameter in model.parameters():
+                memory.add(parameter)
+            with dry_run_attention(model, maskless=False) if device == "meta" else nullcontext():
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        peaks.append(memory.peak)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
 def other_libraries() -> None:
     """Ring attention of torch: refused, in every process, where it would leak or wait for ever."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -238,17 +271,19 @@ def run(which: str) -> None:
         families("")
     elif which == "some":
         methods(ROWS, few=True)
-        families("mistral llama4_text gemma3_text gpt_oss deepseek_v3 gpt_neox qwen2_vl")
+        families("mistral gemma3_text gpt_oss deepseek_v3 gpt_neox qwen2_vl")
     else:
         methods(ROWS[int(which) :: 3], few=False)
     if which in "some 0":
         inputs()
         perplexities()
+        plans()
         other_libraries()
     dist.destroy_process_group()
 
 
-PATHS = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
+HERE = Path(__file__).parent
+PATHS = f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent), str(HERE.parent / 'evaluation')]}\n"
 SLOW = [(2, "families"), (4, "0"), (4, "1"), (4, "2")]
 
 

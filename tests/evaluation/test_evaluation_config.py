@@ -81,7 +81,7 @@ def test_values_from_yaml_flags_and_python_are_equal() -> None:
 
 
 def test_load_options_are_those_of_the_settings() -> None:
-    assert {item.name for item in fields(LoadOptions)} == set(LOAD_FIELDS)
+    assert {item.name for item in fields(LoadOptions)} == {*LOAD_FIELDS, "split_window"}
     config = EvaluationConfig(model=MODEL_DIR, device="cpu", dtype="float32", limit_memory="2GB")
     options = config.load_options()
     assert (options.device, str(options.dtype), options.limit_memory) == ("cpu", "torch.float32", 2 * 10**9)

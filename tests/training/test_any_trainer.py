@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -18,6 +19,7 @@ from cases import llama, tiny_model
 from peft import LoraConfig, get_peft_model
 from runs import tokenizer_of, weights
 from several_processes import launch
+from test_distributed import AS_IF_GPUS, CONTEXT, RING_ON_CPU
 from test_loss import IGNORED, VOCABULARY, batch, gradients, tiny
 from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
 from torch.utils.data import SequentialSampler
@@ -221,7 +223,7 @@ def train(kind: str, run: Recipe, output: Path, *, split: bool = False, **change
     tokenizer = tokenizer_of(run)
     order = load_data(run, tokenizer, (), 32).blocks
     model = AutoModelForCausalLM.from_pretrained(run.model)
-    rx.extend(model, run.target_length, "yarn")
+    rx.extend(model, run.target_length, run.method)
     chunked = rx.chunked_loss(model, chunk_bytes=4 * 64 * 50)
     documents = rx.load_documents(run.data, tokenizer)
     blocks = rx.blocks(documents, run.target_length, packing=run.packs, model=model)
@@ -282,6 +284,43 @@ def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Pat
     for kind in ("Trainer", "SFTTrainer"):
         assert_same_adapter(run, tmp_path / kind)
         assert_same_adapter(run, tmp_path / f"{kind} split")
+
+
+IN_RINGS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from test_any_trainer import Recipe, RopeExtendError, finetune, train
+recipe, output = Recipe.from_yaml(sys.argv[1]), Path(sys.argv[2])
+for change in ({"method": "dynamic_yarn"}, {"method": "alibi"}, {"method": "yarn"}):
+    run = replace(recipe, output_dir=str(output / "run"), packing="restart", **change)
+    for kind in ("Trainer", "SFTTrainer", "finetune"):
+        try:
+            finetune(run) if kind == "finetune" else train(kind, run, output / kind, use_cpu=False)
+        except RopeExtendError as error:
+            print(kind, *change.values(), str(error))
+"""
+
+
+@pytest.mark.slow
+def test_what_ring_attention_would_get_wrong_is_refused_in_any_trainer(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """Context parallelism of accelerate: no hang, and no document that sees another."""
+    text = Path(recipe.data, "a.txt").read_text()
+    (tmp_path / "data").mkdir()
+    for start in range(0, 6000, 150):  # several documents in each block
+        (tmp_path / "data" / f"{start}.txt").write_text(text[start : start + 150])
+    run = replace(recipe, method="yarn", steps=1, data=str(tmp_path / "data"))
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
+    arguments = (str(tmp_path / "run.yaml"), str(tmp_path))
+    said = launch(
+        AS_IF_GPUS + RING_ON_CPU + paths + IN_RINGS, *arguments, where=tmp_path, environment=CONTEXT
+    )
+    for kind in ("Trainer", "SFTTrainer", "finetune"):
+        for method in ("dynamic_yarn", "alibi", "yarn"):
+            assert len(re.findall(rf"^{kind} {method} .*cp_size 2", said, re.MULTILINE)) == 2, said
 
 
 def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:
