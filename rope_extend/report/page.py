@@ -16,7 +16,7 @@ TEXT, PAGE = "report.md", "report.html"
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a report. On the page it is an SVG drawing in the reader's light or dark theme.
+    """A picture of a report; on the page it is an SVG drawing on white.
 
     Attributes:
         heading: what it shows.

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import front_picture
 import numpy as np
 import pytest
 
@@ -318,14 +319,20 @@ def test_the_table_of_passkeys_is_that_of_its_cells() -> None:
 
 
 def test_the_table_of_the_readme_is_that_of_its_cells() -> None:
-    levels, gains, _ = ({line[0]: line[1:] for line in table.lines} for table in measured("code_32k"))
+    levels = {line[0]: line[1:] for line in measured("code_32k")[0].lines}
     text = (DOCS.parent / "README.md").read_text()
-    _, rule, *rows = re.search(r"^\|.*/ control .*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
-    assert re.fullmatch(r"\|( -+:? \|){6}", rule)
-    assert len(rows) == 5
+    _, rule, *rows = re.search(r"^\| +\| +8k.*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
+    assert re.fullmatch(r"\|( -+:? \|){4}", rule)
+    assert len(rows) == 3
     for name, *cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in rows):
-        assert cells[:3] == levels[name]
-        assert cells[3:] == gains.get(name, ["", "–", "–"])[1:]
+        assert cells == levels[name]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_cells(tmp_path: Path) -> None:
+    drawn, kept = front_picture.draw(tmp_path / "front.svg").read_text(), front_picture.FRONT.read_text()
+    assert re.sub(r"\d", "", drawn) == re.sub(r"\d", "", kept), "run python tools/front_picture.py"
+    numbers = [[float(each) for each in re.findall(r"\d+\.\d+", text)] for text in (drawn, kept)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
 
 
 def test_the_csv_has_the_gain_of_each_document() -> None:
