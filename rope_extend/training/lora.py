@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.parameters import train_learned
-from rope_extend.patching import Patch, extend, patch_model
+from rope_extend.models.view import unwrap
+from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
 
@@ -98,6 +101,33 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> PeftM
         if parameter.requires_grad:  # the 8 bits of bfloat16 would lose steps of 1e-4
             parameter.data = parameter.data.float()
     return adapter
+
+
+def unsharded(model: Any, recipe: Recipe, reach: TextReach, config: Any) -> Any:
+    """A copy of a model that FSDP shards, with all trained weights on the CPU; every process calls this.
+
+    The weights that are not trained stay on the meta device: an adapter does not need them.
+
+    Args:
+        model: what `adapted` returned.
+        recipe: the run.
+        reach: as in `lora_config`.
+        config: the model's config before the patch.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))  # a tied head under both names
+    trained = {name: value for name, value in named.items() if value.requires_grad}
+    with torch.device("meta"):
+        base = type(unwrap(model))(config)
+    patch: Any = current_patch(model)
+    patch_model(
+        base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
+    )
+    copied = adapted(base, recipe, reach)
+    for name, value in trained.items():
+        parent, _, leaf = name.rpartition(".")
+        whole = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+        copied.get_submodule(parent)._parameters[leaf] = nn.Parameter(whole)
+    return copied
 
 
 def extended(model: nn.Module, recipe: Recipe) -> Patch:

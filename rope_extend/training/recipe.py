@@ -53,6 +53,8 @@ _TARGETS = Kind("attention, all-linear, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
 _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
 
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
+"""Names of `TrainingArguments.optim` whose memory the plan knows."""
 BY_METHOD: Any = None
 """The default of fields that depend on the method; a recipe that is made holds the method's value instead."""
 STEPS = 400
@@ -101,7 +103,7 @@ class Recipe(Config):
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "weight_decay",
-            "betas", "max_grad_norm", "max_skipped", "seed",
+            "betas", "optim", "max_grad_norm", "max_skipped", "seed",
         ),
         "LoRA and what is trained": (
             "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
@@ -185,6 +187,12 @@ class Recipe(Config):
     warmup_steps: Annotated[int, COUNT, "steps of linear warm-up from a tenth of the learning rate"] = 20
     weight_decay: Annotated[float, number(0), "AdamW's decoupled weight decay"] = 0.0
     betas: Annotated[tuple[float, float], _BETAS, "AdamW's decay rates of the two moments"] = (0.9, 0.95)
+    optim: Annotated[
+        str,
+        choice(*OPTIMIZERS),
+        "AdamW of Trainer: torch's, its fused kernel, or with moments of 8 bits (bitsandbytes), which need a "
+        "quarter of the memory",
+    ] = OPTIMIZERS[0]
     max_grad_norm: Annotated[float, number(0, above=True), "gradients are clipped to this norm"] = 1.0
     lora_rank: Annotated[int, POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0

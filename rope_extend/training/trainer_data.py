@@ -101,7 +101,7 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
         if "position_ids" in item:  # packed
             return item
         if self._collator is not None:
-            item["position_ids"] = torch.from_numpy(self._collator.positions(len(item["input_ids"]), number))
+            return self._collator.placed(item, number)
         # Without the mask, transformers would take a gap in the positions for the start of another text.
         return {**item, "attention_mask": torch.ones_like(item["input_ids"])}
 

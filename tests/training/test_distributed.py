@@ -171,8 +171,8 @@ def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recip
     launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
-        generators = Path(two.output_dir, "checkpoints", "step-4").glob("rng-*")
-        assert {path.name for path in generators} == {"rng-0.pt", "rng-1.pt"}
+        generators = Path(two.output_dir, "checkpoints", "checkpoint-4").glob("rng_state*")
+        assert {path.name for path in generators} == {"rng_state_0.pth", "rng_state_1.pth"}
 
 
 @pytest.mark.slow

@@ -25,11 +25,10 @@ from rope_extend import RopeExtendError, current_patch
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.data.mixing import block_index
-from rope_extend.loss import NextTokenLoss
 from rope_extend.models.checkpoint_directory import RECORD_NAME
-from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
+from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_held_out
 
 
@@ -201,7 +200,7 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
     recipe = replace(recipe, dtype="bfloat16", train_norm_embed=True, steps=3, eval_data=recipe.data)
     result = finetune(recipe)
     assert all(1 < value < 1000 for value in result.perplexity.values())
-    state = torch.load(Path(recipe.output_dir, "checkpoints/step-3/optimizer.pt"), weights_only=True)
+    state = torch.load(Path(recipe.output_dir, "checkpoints/checkpoint-3/optimizer.pt"), weights_only=True)
     assert {v.dtype for s in state["state"].values() for v in s.values()} == {torch.float32}
     assert {v.dtype for n, v in weights(recipe.output_dir).items() if "lora" in n} == {torch.float32}
     ids = torch.arange(TARGET)[None]
@@ -214,20 +213,13 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps NaN."""
-    original = loop.TrainingRun._batch
-    forward = NextTokenLoss.forward
-    now = [0]
+    original = RopeTrainer.compute_loss
 
-    def batch(run: Any, number: int) -> Any:
-        now[0] = run.state.step + 1
-        return original(run, number)
+    def loss(trainer: RopeTrainer, *args: Any, **options: Any) -> Any:
+        value = original(trainer, *args, **options)
+        return value * math.nan if trainer.state.global_step + 1 in steps else value
 
-    def loss(self: NextTokenLoss, *args: Any, **kwargs: Any) -> torch.Tensor:
-        value = forward(self, *args, **kwargs)
-        return value * math.nan if now[0] in steps else value
-
-    monkeypatch.setattr(loop.TrainingRun, "_batch", batch)
-    monkeypatch.setattr(NextTokenLoss, "forward", loss)
+    monkeypatch.setattr(RopeTrainer, "compute_loss", loss)
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interruption(
@@ -244,7 +236,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
     assert all(("loss" in line) != ("skipped" in line) for line in lines)
     assert "step 4: the loss is nan" in caplog.text
     saved = {
-        step: load_file(Path(recipe.output_dir, "checkpoints", f"step-{step}", "trainable.safetensors"))
+        step: load_file(Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}", "adapter_model.safetensors"))
         for step in range(1, 9)
     }
     assert_same(saved[3], saved[4])
