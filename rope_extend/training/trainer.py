@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -349,7 +350,8 @@ def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Res
 
     FSDP gathers the weights of a module only in its own forward.
     """
-    if not hasattr(model, "unshard"):
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not shards:
         return function(model)
     forward = vars(model).get("forward")
     model.forward = lambda: function(model)
@@ -360,7 +362,8 @@ def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Res
         del model.forward
         if forward is not None:
             model.forward = forward
-    model.reshard()  # FSDP keeps these weights for a backward pass
+    for module in shards:  # FSDP keeps weights of some for a backward pass
+        module.reshard()
     return result
 
 

@@ -193,7 +193,7 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
     )  # fmt: skip
     lines = [line for line in said.splitlines() if line.startswith("sharded")]
     assert len(lines) == 2 * (len(twos) + 3)
-    assert all(line.split()[1] == line.split()[3] for line in lines)
+    assert all(line.split()[1] == line.split()[3] for line in lines), lines
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
         ours, theirs = rx.load(one.output_dir), rx.load(two.output_dir)
