@@ -82,7 +82,7 @@ class FinetuneResult:
     """The result of a run.
 
     Attributes:
-        output_dir: directory with the adapter, its record, the recipe and the metrics.
+        output_dir: directory with the adapter or model, its record, the recipe and the metrics.
         steps: optimizer steps done, over all sessions.
         tokens: tokens trained on.
         seconds: time spent in training steps.
@@ -90,7 +90,7 @@ class FinetuneResult:
         perplexity: perplexity at the end, by length in tokens; empty if the recipe has no `eval_data`.
         share_beyond: share of the training tokens at positions beyond the pretrained window.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        model: the patched model with its adapter, in evaluation mode. Under FSDP its weights are spread over
+        model: the patched and trained model, in evaluation mode. Under FSDP its weights are spread over
             the processes; to use the result, load it by `rope_extend.load(output_dir)`.
         patch: the active patch of the model.
     """
@@ -116,7 +116,7 @@ def finetune(
     overwrite: bool = False,
     limit_memory: int | None = None,
 ) -> FinetuneResult:
-    """Extend a model as the recipe says, train LoRA, and write adapter, record and metrics.
+    """Extend a model as the recipe says, train LoRA or all weights, and write the result and its metrics.
 
     Before the weights are loaded, these are checked in this order: the output directory, the method on the
     model's config, the memory of a step and of an evaluation, and the data. Memory options that the recipe
@@ -127,7 +127,8 @@ def finetune(
     Args:
         recipe: the run.
         model: a loaded base model, without patch or adapter; by default `recipe.model` is loaded. It is
-            changed in place; if the run fails or is interrupted, it is restored.
+            changed in place; if the run fails or is interrupted, it is restored, except weights that were
+            trained without LoRA.
         tokenizer: that of `recipe.model` by default.
         resume: resume from the newest intact checkpoint of `recipe.output_dir`, or start at step 0 if there
             is none. On a CPU, the weights at the end are then bit for bit those of an uninterrupted run. A
@@ -210,6 +211,7 @@ def _finetune(
         record = Record.of(trained, model.config.name_or_path or recipe.model)
         run = Run(recipe, data, dtype, chunk_size, record.base_model)
         with ExitStack() as stack:
+            stack.callback(setattr, model.config, "use_cache", getattr(model.config, "use_cache", False))
             stack.enter_context(chunked_loss(model))
             if recipe.packs:
                 stack.enter_context(packed_attention(model))
@@ -226,14 +228,14 @@ def _finetune(
         progress, metrics = trainer.progress, trainer.metrics
         result = unsharded(trained, recipe, reach, config) if sharding.weights else trained
         for parameter_name, parameter in result.named_parameters():
-            if "modules_to_save" in parameter_name:  # the dtype after loading the adapter onto this base
+            if recipe.full or "modules_to_save" in parameter_name:  # the dtype of the base model
                 parameter.data = parameter.data.to(dtype)
         trained.eval()
         if main:
-            save(result, directory, overwrite=True, record=record)
+            save(result, directory, tokenizer if recipe.full else None, overwrite=True, record=record)
             known = data.trained_on
             add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=known)
-            logger.info("saved the adapter and its record in %s", directory)
+            logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
         accelerator.wait_for_everyone()
     return FinetuneResult(
         directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
@@ -244,7 +246,6 @@ def _finetune(
 @contextmanager
 def _extended(model: Any, recipe: Recipe) -> Iterator[Patch]:
     """The patch of a recipe on a model; if the block raises, the model is what it was."""
-    use_cache = getattr(model.config, "use_cache", False)  # which Trainer changes
     with undone_on_failure(model):
         patch = extended(model, recipe)
         try:
@@ -252,8 +253,6 @@ def _extended(model: Any, recipe: Recipe) -> Iterator[Patch]:
         except BaseException:
             patch.remove()
             raise
-        finally:
-            model.config.use_cache = use_cache
 
 
 def _trainer(model: Any, run: Run, state: RunState, accelerator: Accelerator) -> RopeTrainer:

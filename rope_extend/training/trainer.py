@@ -304,9 +304,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """How often each of several sources was read."""
         if self.run is None:
             return {}
-        read = self.run.data.blocks.epochs(
-            self.progress.step * self.get_total_train_batch_size(self.args)
-        )
+        read = self.run.data.blocks.epochs(self.progress.step * self.get_total_train_batch_size(self.args))
         named = zip(source_names(self.run.recipe), read, strict=False)  # one source has no name
         return {f"epochs/{name}": round(count, 3) for name, count in named}
 

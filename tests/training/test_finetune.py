@@ -123,6 +123,38 @@ def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
     assert stock.config.tie_word_embeddings == tied
 
 
+@pytest.mark.parametrize(("optim", "tied"), [("adamw_torch_fused", False), ("adamw_8bit", True)])
+def test_all_weights_are_trained_saved_and_resumed(
+    recipe: Recipe, tmp_path: Path, optim: str, tied: bool
+) -> None:
+    base = tiny_llama(tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
+    recipe = replace(
+        recipe, model=str(tmp_path / "base"), lora_targets="none", lora_dropout=0, optim=optim, steps=4
+    )
+    result = finetune(recipe)
+    before = base.state_dict()
+    assert all(not torch.equal(value, before[name]) for name, value in result.model.named_parameters())
+    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
+    checkpoint = Path(recipe.output_dir, "checkpoints", "checkpoint-4")
+    with torch.no_grad():
+        ours = result.model(ids).logits
+        for path in (recipe.output_dir, checkpoint):
+            assert torch.equal(ours, load(path)(ids).logits)
+        stock = AutoModelForCausalLM.from_pretrained(recipe.output_dir)
+        assert_same_but_rounding(stock(ids).logits, ours)
+    assert stock.config.use_cache
+    assert PreTrainedTokenizerFast.from_pretrained(recipe.output_dir)
+    with pytest.raises(RopeExtendError, match="there is nothing to merge: a model of which all weights"):
+        rx.merge(recipe.output_dir, tmp_path / "merged")
+
+    other = replace(recipe, output_dir=str(tmp_path / "other"), save_every=1)
+    finetune(replace(other, steps=2))
+    again = finetune(other, resume=True).model
+    assert_same(dict(again.named_parameters()), dict(result.model.named_parameters()))
+
+
 def test_accumulation_equals_a_larger_batch(recipe: Recipe, tmp_path: Path) -> None:
     recipe = replace(recipe, lora_dropout=0, steps=3)
     finetune(recipe)
@@ -236,7 +268,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
     assert all(("loss" in line) != ("skipped" in line) for line in lines)
     assert "step 4: the loss is nan" in caplog.text
     saved = {
-        step: load_file(Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}", "adapter_model.safetensors"))
+        step: load_file(
+            Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}", "adapter_model.safetensors")
+        )
         for step in range(1, 9)
     }
     assert_same(saved[3], saved[4])

@@ -218,7 +218,9 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
     shutil.copytree(finished, recipe.output_dir)
     for checkpoint in Path(recipe.output_dir, "checkpoints").iterdir():
         cut_short(checkpoint / "optimizer.pt")
-    with pytest.raises(RopeExtendError, match=r"nothing to resume.*checkpoint-8.*optimizer\.pt has.*checkpoint-6"):
+    with pytest.raises(
+        RopeExtendError, match=r"nothing to resume.*checkpoint-8.*optimizer\.pt has.*checkpoint-6"
+    ):
         finetune(replace(recipe, steps=9), resume=True)
     Path(recipe.output_dir, "checkpoints", "checkpoint-8", "manifest.json").write_text("[" * 100_000)
     with pytest.raises(RopeExtendError, match=r"manifest\.json is not a manifest"):
@@ -231,7 +233,9 @@ def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
     (directory / ".recipe.yaml.0123abcd.partial").touch()  # killed before it wrote its first file
     finetune(replace(recipe, steps=3, save_every=1), resume=True)
     checkpoints = directory / "checkpoints"
-    shutil.copytree(checkpoints / "checkpoint-2", checkpoints / "checkpoint-1")  # killed before it removed this one
+    shutil.copytree(
+        checkpoints / "checkpoint-2", checkpoints / "checkpoint-1"
+    )  # killed before it removed this one
     finetune(replace(recipe, steps=3, save_every=1), resume=True)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
