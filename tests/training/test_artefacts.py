@@ -42,7 +42,6 @@ READERS: dict[str, dict[str, str | None]] = {
         "resume.damage": RUN,
         "resume.read_state": RUN,
         "metrics.read_metrics": TEXT,
-        "metrics.Metrics.__init__": TEXT,
         "metrics.Metrics._append": None,  # writes
         "metrics._not_a_link": None,  # the same
     },

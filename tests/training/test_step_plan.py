@@ -309,10 +309,10 @@ def test_a_resumed_run_keeps_its_memory_options(
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
     assert "memory options: gradient checkpointing, MLP in tiles of 16 tokens" in caplog.text
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True, 16))
     finetune(tiny, resume=True)  # without a limit
-    last = Path(tiny.output_dir) / "checkpoints" / "step-2"
+    last = Path(tiny.output_dir) / "checkpoints" / "checkpoint-2"
     assert read_state(last).memory_options == asdict(MemoryOptions(True, 16))
 
 
@@ -369,7 +369,7 @@ def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
     assert result.chosen.total == result.total == plan(tiny).total
     monkeypatch.setattr(planning.StepEstimator, "step", fail)
     finetune(replace(tiny, steps=1))
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))
     with pytest.raises(RopeExtendError, match="cannot estimate the memory of a step"):
         plan(tiny)
