@@ -338,7 +338,7 @@ class Recipe(Config):
             "gradient_checkpointing is false; set it to true or auto": (
                 self.offload_checkpoints is True and self.gradient_checkpointing is False
             ),
-            "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout belong to LoRA; "
+            "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout are for LoRA; "
             "leave them out, or name layers": self.full
             and bool(self.quantize or self.dora or self.rslora or self.lora_dropout),
             "eval_every needs eval_data; name documents to evaluate on": (

@@ -11,6 +11,7 @@ import torch
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import ended, packed_blocks
@@ -51,6 +52,7 @@ class RunBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, recipe: Recipe, blocks: Mixture, per_step: int) -> None:
         self._blocks, self._count = blocks, recipe.steps * per_step
+        MADE.add(self)
         self._collator = None
         if recipe.positions != CONSECUTIVE:
             self._collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)

@@ -23,6 +23,7 @@ from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
 from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -288,6 +289,51 @@ def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Pat
     for kind in ("Trainer", "SFTTrainer"):
         assert_same_adapter(run, tmp_path / kind)
         assert_same_adapter(run, tmp_path / f"{kind} split")
+
+
+@pytest.mark.parametrize("positions", [None, "pose"], ids=["packed", "pose"])
+def test_trl_trains_the_blocks_that_it_was_given_or_stops_before_the_first_step(
+    recipe: Recipe, tmp_path: Path, positions: str | None
+) -> None:
+    tokenizer = tokenizer_of(recipe)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    rx.extend(model, 128, "yarn")
+    rx.chunked_loss(model)
+    documents = rx.load_documents(recipe.data, tokenizer)
+    blocks = rx.blocks(documents, 64, packing=positions is None, positions=positions, model=model)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    seen: list[torch.Tensor] = []
+    model.model.register_forward_pre_hook(
+        lambda _module, _args, given: seen.append(given["position_ids"]), with_kwargs=True
+    )
+    right = {
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+    }
+    rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
+
+    def run(data: Any = blocks.to_dataset(), collator: Any = default_data_collator, **changes: Any) -> None:  # noqa: B008
+        settings = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True,
+                    "save_strategy": "no", "bf16": False, **right, **changes}  # fmt: skip
+        SFTTrainer(
+            model, SFTConfig(str(tmp_path / "sft"), **settings), train_dataset=data, data_collator=collator,
+            processing_class=tokenizer, callbacks=[rx.SaveEncodingCallback()],
+        ).train()  # fmt: skip
+
+    for wrong in (
+        {"collator": None},  # TRL's own, which makes no positions
+        {"collator": DataCollatorWithFlattening()},
+        {"data": rows, "remove_unused_columns": True, "collator": None},
+        {"data": rows, "dataset_kwargs": None, "max_length": 32},
+    ):
+        with pytest.raises(
+            RopeExtendError, match=r"does not train the blocks .*batches differ.*skip_prep"
+        ):
+            run(**wrong)
+        assert not seen
+    run()
+    assert torch.equal(seen[0][0], blocks[0]["position_ids"])
 
 
 def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:
