@@ -333,6 +333,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             logger.info("step %d: perplexity %s", step, curve)
         values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
         super().log(values)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
     def evaluates(self, *, last: bool) -> bool:
