@@ -68,7 +68,8 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         """
         record = Record.of(model, self.base_model)
         check_batches(train_dataloader)
-        if type(args).__module__.startswith("trl.") and getattr(args, "beta", 0) and not is_peft_model(model):
+        by_preferences = type(args).__module__.startswith("trl.") and bool(getattr(args, "beta", None))
+        if by_preferences and not is_peft_model(model):
             logger.warning(
                 "without ref_model, TRL loads its reference from %r, where it is not extended; give "
                 "ref_model=copy.deepcopy(model), made after rope_extend.extend",

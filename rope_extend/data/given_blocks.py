@@ -31,7 +31,8 @@ def check_batches(loader: Any) -> None:
         RopeExtendError: tokens or positions differ, or the labels of a block with positions; says what to
             change.
     """
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
     ours = isinstance(getattr(collate, "data_collator", collate), PositionCollator)  # it counts its calls
     if collate is None or ours or not hasattr(dataset, "__len__"):
         return

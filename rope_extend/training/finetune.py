@@ -224,7 +224,7 @@ def _finetune(
                 _log_start(trainer, run, patch, share)
                 if checkpoint is not None:
                     take_over(directory, recipe, state.step)
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         progress, metrics = trainer.progress, trainer.metrics
         result = unsharded(trained, recipe, reach, config) if sharding.weights else trained
         for parameter_name, parameter in result.named_parameters():

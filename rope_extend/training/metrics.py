@@ -134,7 +134,7 @@ def tracker(name: str, directory: Path, step: int | None) -> TrainerCallback:
         if name == "tensorboard" and step is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(str(directory / name), purge_step=step + 1)  # type: ignore[no-untyped-call]
+            writer = SummaryWriter(str(directory / name), purge_step=step + 1)
             callback = integration_utils.TensorBoardCallback(writer)
         else:
             callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()

@@ -86,11 +86,6 @@ class Sharding:
         """Number of groups of processes with different sequences."""
         return self.ranks // self.parts
 
-    @property
-    def replica(self) -> int:
-        """The group of this process; processes that share a sequence have consecutive ranks."""
-        return self.rank // self.parts
-
     def check(self, patch: Patch, model: nn.Module, recipe: Recipe) -> None:
         """Refuse what does not work with this sharding, most of it with parts of a sequence.
 

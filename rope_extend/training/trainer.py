@@ -127,7 +127,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 "whole; use transformers' Trainer with SaveEncodingCallback for it",
             )
         given = options.pop("callbacks", None) or ()
-        callbacks = [SaveEncodingCallback(run and run.base_model), *given, _StepCallback(self)]
+        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, _StepCallback(self)]
         super().__init__(model, args, callbacks=callbacks, **options)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(self))
@@ -281,8 +281,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As in `Trainer`, with more numbers of a step, which `metrics.jsonl` gets too."""
-        if "loss" not in logs:  # the sums of a whole run
-            return None if self.run else super().log(logs, start_time)
+        if "loss" not in logs:
+            if self.run is None:  # a recipe's trackers do not get the sums of a whole run
+                super().log(logs, start_time)
+            return
         state = self.progress
         if self._finite:
             logs = {
@@ -298,7 +300,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         else:
             logs = {"skipped": state.skipped, "tokens": state.tokens}
         self.metrics.write(state.step, **logs)
-        return super().log(logs, start_time)
+        super().log(logs, start_time)
 
     def _epochs(self) -> Mapping[str, float]:
         """How often each of several sources was read."""
@@ -313,10 +315,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return dict(super().evaluate(*args, **options))
         data, main, step = self.run.data, self.is_world_process_zero(), self.progress.step
+        chunked = RunOptions(chunk=self.run.chunk_size)
         self.model.eval()
 
         def measure(model: Any) -> Any:
-            chunked = RunOptions(chunk=self.run and self.run.chunk_size)
             return perplexity(model, data.held_out, data.lengths, options=chunked, progress=main)
 
         with self.autocast_smart_context_manager():
@@ -333,7 +335,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             logger.info("step %d: perplexity %s", step, curve)
         values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
         super().log(values)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
     def evaluates(self, *, last: bool) -> bool:

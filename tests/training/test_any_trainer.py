@@ -16,7 +16,7 @@ import torch
 from cases import FAMILIES as CASES
 from cases import llama, tiny_model
 from peft import LoraConfig, get_peft_model
-from runs import assert_same, tokenizer_of, weights
+from runs import assert_same, metrics, tokenizer_of, weights
 from several_processes import launch
 from test_loss import IGNORED, VOCABULARY, batch, gradients, tiny
 from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
@@ -262,8 +262,13 @@ def test_trainers_end_with_the_adapter_of_the_command(
 ) -> None:
     """Bit for bit, unless TRL computes the loss, or a mask separates documents instead of their lengths."""
     run = by_recipe(recipe, tmp_path / "ours", packing=packing)
-    train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2)
+    trained = train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2, logging_steps=1)
     assert_same_adapter(run, tmp_path / "theirs")
+    logged = [line for line in trained.state.log_history if "grad_norm" in line]
+    for line, other in zip(metrics(run.output_dir), logged, strict=True):
+        assert (line["loss"], line["grad_norm"]) == pytest.approx(
+            (other["loss"], other["grad_norm"]), rel=1e-4
+        )
     if kind != "SFTTrainer" and packing == "none":
         assert_same(weights(run.output_dir), weights(tmp_path / "theirs"))
 
@@ -327,9 +332,7 @@ def test_trl_trains_the_blocks_that_it_was_given_or_stops_before_the_first_step(
         {"data": rows, "remove_unused_columns": True, "collator": None},
         {"data": rows, "dataset_kwargs": None, "max_length": 32},
     ):
-        with pytest.raises(
-            RopeExtendError, match=r"does not train the blocks .*batches differ.*skip_prep"
-        ):
+        with pytest.raises(RopeExtendError, match=r"does not train the blocks .*batches differ.*skip_prep"):
             run(**wrong)
         assert not seen
     run()

@@ -315,9 +315,9 @@ def accelerator(kind: str = "NO", *, fsdp2: bool = False, **sizes: int) -> Any:
 
 def test_sharding_follows_the_configuration_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Sharding.of(accelerator())
-    assert (one.parts, one.replicas, one.replica) == (1, 4, 3)
+    assert (one.parts, one.replicas) == (1, 4)
     two = Sharding.of(accelerator("FSDP", fsdp2=True, cp_size=2))
-    assert (two.weights, two.parts, two.replicas, two.replica) == (True, 2, 2, 1)
+    assert (two.weights, two.parts, two.replicas) == (True, 2, 2)
     for wrong, message in (
         (accelerator("MULTI_GPU", cp_size=2), "cp_size needs FSDP2"),
         (accelerator("MULTI_GPU", tp_size=2), "tensor parallelism"),

@@ -14,7 +14,6 @@ import pytest
 import torch
 from cases import TRAINED, tiny_llama
 from covering import few
-from peft import get_peft_model
 from runs import TARGET, assert_same, metrics, tokenizer_of, weights
 from safetensors.torch import load_file
 from tolerances import assert_same_but_rounding
@@ -24,7 +23,6 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
-from rope_extend.data.mixing import block_index
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
@@ -153,71 +151,6 @@ def test_all_weights_are_trained_saved_and_resumed(
     finetune(replace(other, steps=2))
     again = finetune(other, resume=True).model
     assert_same(dict(again.named_parameters()), dict(result.model.named_parameters()))
-
-
-def test_accumulation_equals_a_larger_batch(recipe: Recipe, tmp_path: Path) -> None:
-    recipe = replace(recipe, lora_dropout=0, steps=3)
-    finetune(recipe)
-    other = replace(recipe, batch_size=2, gradient_accumulation=1, output_dir=str(tmp_path / "other"))
-    finetune(other)
-    ours, theirs = weights(recipe.output_dir), weights(other.output_dir)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
-
-
-def test_the_first_step_is_adamw_on_the_mean_loss(recipe: Recipe) -> None:
-    """Compared with an independent step: peft, torch's AdamW and the plain loss on full logits."""
-    recipe = replace(recipe, lora_dropout=0, steps=1, warmup_steps=0, save_every=0, max_grad_norm=1e9)
-    result = finetune(recipe)
-    after = weights(recipe.output_dir)
-
-    from rope_extend import extend
-    from rope_extend.data.blocks import cut_blocks
-    from rope_extend.data.documents import load_documents
-
-    model = AutoModelForCausalLM.from_pretrained(recipe.model)
-    extend(model, TARGET, "yarn")
-    torch.manual_seed(recipe.seed)
-    peft_model = get_peft_model(model, lora_config(model, recipe))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(recipe.model)
-    dataset = cut_blocks(load_documents(recipe.data, tokenizer, min_tokens=TARGET), TARGET)
-    first = [block_index(position, recipe.seed, len(dataset)) for position in range(2)]
-    ids = torch.stack([dataset[index]["input_ids"] for index in first])
-    parameters = [value for value in peft_model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=0.0)
-    loss = peft_model(ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    for name, value in peft_model.state_dict().items():
-        if "lora_" in name:
-            torch.testing.assert_close(after[name.replace(".default", "")], value, atol=1e-6, rtol=1e-3)
-
-
-def test_gradients_are_clipped_and_their_norm_is_from_before(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AdamW hardly depends on the size of a gradient, so the gradients are compared at its step."""
-    stepped: list[list[torch.Tensor]] = []
-    step = torch.optim.AdamW.step
-
-    def record(self: torch.optim.AdamW, *args: Any, **options: Any) -> Any:
-        gradients = [value.grad.clone() for group in self.param_groups for value in group["params"]]
-        if not gradients[0].is_meta:  # not a dry run
-            stepped.append(gradients)
-        return step(self, *args, **options)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    recipe = replace(recipe, steps=1, save_every=0, lora_dropout=0)
-    for name, limit in (("free", 1e9), ("clipped", 1e-3)):
-        finetune(replace(recipe, max_grad_norm=limit, output_dir=str(tmp_path / name)))
-    free, clipped = stepped
-    norm = math.sqrt(sum(float(value.square().sum()) for value in free))
-    assert norm > 1e-2
-    for name in ("free", "clipped"):
-        assert metrics(tmp_path / name)[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for one, other in zip(free, clipped, strict=True):
-        torch.testing.assert_close(other, one * (1e-3 / norm), rtol=1e-4, atol=0)
 
 
 def test_the_control_run_trains_at_the_old_window(recipe: Recipe) -> None:
