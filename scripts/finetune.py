@@ -1,4 +1,4 @@
-"""Adapt a model to a longer window with LoRA, by transformers' own Trainer. Copy it and change it.
+"""Adapt a model to a longer window with LoRA, by the Trainer of transformers. Copy it and change it.
 
 python scripts/finetune.py MODEL TEXT... --target-length 32k --method yarn --output adapter
 
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
 
@@ -29,10 +29,9 @@ parser.add_argument("--resume", action="store_true", help="continue from the lat
 
 
 def main(args: argparse.Namespace) -> None:
-    # A checkpoint that was interrupted while it was written has no state: that is written last.
-    complete = [state.parent for state in Path(args.output).glob("checkpoint-*/trainer_state.json")]
-    latest = max(complete, key=lambda path: int(path.name[11:]), default=None) if args.resume else None
-    if latest is None and Path(args.output).is_dir() and any(Path(args.output).iterdir()):
+    output = Path(args.output)
+    resumes = args.resume and any(output.glob("checkpoint-*"))
+    if not resumes and output.is_dir() and any(output.iterdir()):
         advice = ", but no checkpoint to resume" if args.resume else "; add --resume to continue that run"
         parser.error(f"{args.output} holds files{advice}, or give another --output")
     length = rx.parse_lengths(args.block_length or args.target_length)[0]
@@ -56,15 +55,14 @@ def main(args: argparse.Namespace) -> None:
         learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
         logging_steps=10, save_steps=50, save_total_limit=2, report_to=[],
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = rx.RopeTrainer(  # transformers' Trainer, with checkpoints that are whole, and know the encoding
         model,
         settings,
         train_dataset=blocks,
         data_collator=default_data_collator,  # blocks have one length, and not every tokenizer can pad
         processing_class=tokenizer,  # so that checkpoints have it too
-        callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
     )
-    trainer.train(resume_from_checkpoint=latest and str(latest))
+    trainer.train(resume_from_checkpoint=args.resume)
     rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
     print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")
 

@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rope_extend.checkpoint.peft_models import changes_base, check_base, is_peft_model
 from rope_extend.checkpoint.record import Record, read_record, write_record
 from rope_extend.checkpoint.saving import recording, stock_save
+from rope_extend.data.given_blocks import check_batches
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import RECORD_NAME
@@ -48,15 +49,32 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         if is_peft_model(model):
             train_learned(model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
         """Refuse a model without a patch now, not at its first checkpoint, and wrap `save_pretrained`.
 
         Raises:
-            RopeExtendError: the model is not patched; or the run resumes from a checkpoint in its output
-                directory that was trained with another encoding, or an adapter on another base model; or
-                that lacks what the encoding has learned.
+            RopeExtendError: the model is not patched; the first batch is not the block of
+                `rope_extend.blocks` that it was made of; or the run resumes from a checkpoint in its output
+                directory that was trained with another encoding, or an adapter on another base model, or that
+                lacks what the encoding has learned.
         """
         record = Record.of(model, self.base_model)
+        check_batches(train_dataloader)
+        by_preferences = type(args).__module__.startswith("trl.") and bool(getattr(args, "beta", None))
+        if by_preferences and not is_peft_model(model):
+            logger.warning(
+                "without ref_model, TRL loads its reference from %r, where it is not extended; give "
+                "ref_model=copy.deepcopy(model), made after rope_extend.extend",
+                unwrap(model).config.name_or_path,
+            )
         checkpoint = _checkpoint(args, state)
         configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         if state.global_step and (checkpoint / RECORD_NAME).exists():
@@ -80,6 +98,12 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             learned.put(read_learned(checkpoint), str(checkpoint / LEARNED_FILE))
         # A function of the model, so that a copy of the model saves the copy.
         model.save_pretrained = MethodType(recording(stock_save(model), self.base_model), model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Give the encoding what it had learned at the best step, if `Trainer` has loaded that adapter."""
+        best, learned = state.best_model_checkpoint, current_learned(model)
+        if args.load_best_model_at_end and best and learned is not None and is_peft_model(model):
+            learned.put(read_learned(Path(best)), str(Path(best) / LEARNED_FILE))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record next to the files that `Trainer` copies into the output directory and pushes."""

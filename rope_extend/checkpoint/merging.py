@@ -113,7 +113,10 @@ def _adapter_config(adapter: Path) -> Any:
     from peft import PeftConfig
 
     if not is_adapter(adapter):
-        raise RopeExtendError(f"{adapter} holds no adapter ({ADAPTER_CONFIG}); there is nothing to merge")
+        raise RopeExtendError(
+            f"{adapter} holds no adapter ({ADAPTER_CONFIG}), so there is nothing to merge: a model of "
+            "which all weights were trained is used as it is"
+        )
     with one_error(f"cannot read {adapter / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(adapter))
     if config.peft_type != "LORA":

@@ -68,10 +68,11 @@ def _check_names(recipe: Recipe, *, data: bool) -> None:
 
 
 def finetune(arguments: argparse.Namespace) -> None:
-    """Extend a model and train a LoRA adapter, from a YAML recipe, flags, or both.
+    """Extend a model and train LoRA, or all weights, from a YAML recipe, flags, or both.
 
-    The output directory holds the adapter, and rope_extend.json with its position encoding. Runs on the
-    devices that accelerate finds. For several GPUs: torchrun --nproc-per-node N -m rope_extend finetune ...
+    The output directory holds the adapter or the model, and rope_extend.json with its position encoding. Runs
+    on the devices that accelerate finds. For several GPUs:
+    torchrun --nproc-per-node N -m rope_extend finetune ...
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
@@ -96,7 +97,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
-    trained = f"{quote(recipe.model)} {quote(str(result.output_dir))}"
+    base = "" if recipe.full else f"{quote(recipe.model)} "
+    trained = f"{base}{quote(str(result.output_dir))}"
     print(f"evaluate it: rope-extend evaluate {trained} --data ...")
 
 

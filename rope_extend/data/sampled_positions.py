@@ -134,8 +134,8 @@ class PositionCollator:
             raise RopeExtendError(f"seed must be at least 0; got {seed}")
         self.sampler, self.target_length, self.seed, self.drawn = sampler, target_length, seed, drawn
 
-    def positions(self, length: int, number: int) -> Ints:
-        """The positions of sequence `number`, int64 `[length]`.
+    def positions(self, length: int, number: int, *stream: int) -> Ints:
+        """The positions of sequence `number`, int64 `[length]`; others for each further part of the seed.
 
         Raises:
             RopeExtendError: a block that is too short for the sampler, or longer than the window.
@@ -145,10 +145,14 @@ class PositionCollator:
                 f"positions {self.sampler} needs blocks of {SHORTEST} to {self.target_length} tokens, the "
                 f"window to reach; got {length}"
             )
-        worker = get_worker_info()
-        stream = [] if worker is None else [worker.seed]
         generator = np.random.default_rng([self.seed, _STREAM, *stream, number])
         return SAMPLERS[self.sampler](length, self.target_length, generator)
+
+    def placed(self, item: Mapping[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+        """The block of sequence `number` with its positions, and the mask of ones that they need."""
+        ids = item["input_ids"]
+        positions = torch.from_numpy(self.positions(len(ids), number))
+        return {**item, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
 
     def share_beyond(self, window: int, length: int, sequences: int) -> float:
         """Share of the tokens of the first sequences whose position is `window` or above."""
@@ -170,7 +174,11 @@ class PositionCollator:
                 "rope_extend.blocks(..., positions=); leave the collator out"
             )
         batch: dict[str, torch.Tensor] = default_collate(list(items))
-        rows = [self.positions(len(item["input_ids"]), self.drawn + row) for row, item in enumerate(items)]
+        worker = get_worker_info()
+        stream = () if worker is None else (worker.seed,)
+        numbers = range(self.drawn, self.drawn + len(items))
+        length = len(items[0]["input_ids"])
+        rows = [self.positions(length, number, *stream) for number in numbers]
         self.drawn += len(rows)
         batch["position_ids"] = torch.from_numpy(np.stack(rows))
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))

@@ -1,27 +1,26 @@
-"""LoRA fine-tuning for a longer window: from a recipe to an adapter and its record.
+"""Fine-tuning for a longer window: from a recipe to an adapter or a model, and its record.
 
-The loop uses `accelerate` for devices and processes, `peft` for LoRA, and `torch` for everything else. It
-adds what long runs need: everything is checked before the weights are loaded, an interrupted run resumes bit
-for bit, and the adapter is saved with the encoding that it was trained with.
+A recipe becomes the arguments of transformers' `Trainer`. Before that, everything is checked without weights.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, default_data_collator
 
+from rope_extend.attention.packed import check_packed_attention, packed_attention
 from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.record import Record
 from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save
 from rope_extend.checkpoint.staging import refuse_base_model
@@ -29,6 +28,7 @@ from rope_extend.data.choices import CONSECUTIVE, RESTART
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
@@ -36,14 +36,25 @@ from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.patching import Patch
+from rope_extend.report.versions import package_version
+from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.launch import check_launch
-from rope_extend.training.loop import FinetuneInterrupted, TrainingRun
-from rope_extend.training.lora import extended
+from rope_extend.training.lora import adapted, extended, unsharded
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.metrics import check_trackers
+from rope_extend.training.metrics import check_trackers, tracker
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import first_state, prepare_directory, read_state, starting_point
+from rope_extend.training.resume import (
+    CHECKPOINTS,
+    VERSION,
+    RunState,
+    check_model,
+    first_state,
+    prepare_directory,
+    read_state,
+    starting_point,
+    take_over,
+)
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import (
     TrainingPlan,
@@ -52,7 +63,8 @@ from rope_extend.training.step_plan import (
     resumed_options,
 )
 from rope_extend.training.text_reach import TextReach
-from rope_extend.training.training_data import load_data, source_names
+from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
+from rope_extend.training.training_data import RunBlocks, load_data, source_names
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -70,7 +82,7 @@ class FinetuneResult:
     """The result of a run.
 
     Attributes:
-        output_dir: directory with the adapter, its record, the recipe and the metrics.
+        output_dir: directory with the adapter or model, its record, the recipe and the metrics.
         steps: optimizer steps done, over all sessions.
         tokens: tokens trained on.
         seconds: time spent in training steps.
@@ -78,7 +90,7 @@ class FinetuneResult:
         perplexity: perplexity at the end, by length in tokens; empty if the recipe has no `eval_data`.
         share_beyond: share of the training tokens at positions beyond the pretrained window.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        model: the patched model with its adapter, in evaluation mode. Under FSDP its weights are spread over
+        model: the patched and trained model, in evaluation mode. Under FSDP its weights are spread over
             the processes; to use the result, load it by `rope_extend.load(output_dir)`.
         patch: the active patch of the model.
     """
@@ -91,7 +103,7 @@ class FinetuneResult:
     perplexity: dict[int, float]
     share_beyond: float
     skipped: int
-    model: PeftModel
+    model: Any
     patch: Patch
 
 
@@ -104,7 +116,7 @@ def finetune(
     overwrite: bool = False,
     limit_memory: int | None = None,
 ) -> FinetuneResult:
-    """Extend a model as the recipe says, train LoRA, and write adapter, record and metrics.
+    """Extend a model as the recipe says, train LoRA or all weights, and write the result and its metrics.
 
     Before the weights are loaded, these are checked in this order: the output directory, the method on the
     model's config, the memory of a step and of an evaluation, and the data. Memory options that the recipe
@@ -115,7 +127,8 @@ def finetune(
     Args:
         recipe: the run.
         model: a loaded base model, without patch or adapter; by default `recipe.model` is loaded. It is
-            changed in place; if the run fails or is interrupted, it is restored.
+            changed in place; if the run fails or is interrupted, it is restored, except weights that were
+            trained without LoRA.
         tokenizer: that of `recipe.model` by default.
         resume: resume from the newest intact checkpoint of `recipe.output_dir`, or start at step 0 if there
             is none. On a CPU, the weights at the end are then bit for bit those of an uninterrupted run. A
@@ -150,7 +163,7 @@ def _finetune(
 ) -> FinetuneResult:
     """As `finetune`, in a directory that no other process writes to; `fresh` removes an earlier run in it."""
     directory = Path(recipe.output_dir)
-    accelerator = _accelerator(recipe, directory)
+    accelerator = _accelerator(recipe)
     main = accelerator.is_main_process
     dtype = weights_dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator)
@@ -183,32 +196,99 @@ def _finetune(
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     elif model is None:
         model = cast(Any, load_options.load(recipe.model))
-    config = copy.deepcopy(model.config)
     share = data.blocks.share_beyond(shape.trained_length)
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
         share = collator.share_beyond(shape.trained_length, recipe.length, _COUNTED)
+    config = copy.deepcopy(model.config)
+    with _extended(model, recipe) as patch:
+        if main:  # another process may hold no weights yet
+            identity = {**model_identity(model), VERSION: package_version("transformers")}
+            check_model(state, identity)
+            state = replace(state, model=identity)
+        set_seed(recipe.seed)
+        trained = adapted(model, recipe, reach)
+        record = Record.of(trained, model.config.name_or_path or recipe.model)
+        run = Run(recipe, data, dtype, chunk_size, record.base_model)
+        with ExitStack() as stack:
+            stack.callback(setattr, model.config, "use_cache", getattr(model.config, "use_cache", False))
+            stack.enter_context(chunked_loss(model))
+            if recipe.packs:
+                stack.enter_context(packed_attention(model))
+                if main or not sharding.loaded_once:
+                    with run.autocast(accelerator.device):
+                        check_packed_attention(model)
+            stack.enter_context(apply_memory_options(model, memory_options))
+            trainer = _trainer(trained, run, state, accelerator)
+            if main:
+                _log_start(trainer, run, patch, share)
+                if checkpoint is not None:
+                    take_over(directory, recipe, state.step)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        progress, metrics = trainer.progress, trainer.metrics
+        result = unsharded(trained, recipe, reach, config) if sharding.weights else trained
+        for parameter_name, parameter in result.named_parameters():
+            if recipe.full or "modules_to_save" in parameter_name:  # the dtype of the base model
+                parameter.data = parameter.data.to(dtype)
+        trained.eval()
+        if main:
+            save(result, directory, tokenizer if recipe.full else None, overwrite=True, record=record)
+            known = data.trained_on
+            add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=known)
+            logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
+        accelerator.wait_for_everyone()
+    return FinetuneResult(
+        directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
+        progress.skipped, trained, patch,
+    )  # fmt: skip
+
+
+@contextmanager
+def _extended(model: Any, recipe: Recipe) -> Iterator[Patch]:
+    """The patch of a recipe on a model; if the block raises, the model is what it was."""
     with undone_on_failure(model):
         patch = extended(model, recipe)
         try:
-            run = TrainingRun(recipe, model, data, state, accelerator, reach, chunk_size)
-            if main:
-                _log_start(run, patch, share)
-            with apply_memory_options(model, memory_options):
-                run.train(checkpoint)
-            trained = run.to_save(config)
-            if main:
-                save(trained, directory, overwrite=True, record=run.record)
-                metrics, known = run.metrics, data.trained_on
-                add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=known)
-                logger.info("saved the adapter and its record in %s", directory)
-            accelerator.wait_for_everyone()
+            yield patch
         except BaseException:
             patch.remove()
             raise
-    return FinetuneResult(
-        directory, run.state.step, run.state.tokens, run.state.seconds, run.metrics.loss,
-        run.metrics.perplexity, share, run.state.skipped, run.model, patch,
+
+
+def _trainer(model: Any, run: Run, state: RunState, accelerator: Accelerator) -> RopeTrainer:
+    """The trainer of a recipe."""
+    recipe, directory = run.recipe, Path(run.recipe.output_dir)
+    first, second = recipe.betas
+    arguments = TrainingArguments(
+        str(directory / CHECKPOINTS),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation,
+        learning_rate=recipe.learning_rate,
+        adam_beta1=first,
+        adam_beta2=second,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        optim=recipe.optim,
+        seed=recipe.seed,
+        logging_steps=recipe.log_every,
+        logging_nan_inf_filter=False,  # RopeTrainer has its own
+        save_steps=recipe.save_every or recipe.steps,
+        save_total_limit=recipe.keep_checkpoints,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataloader_pin_memory=accelerator.device.type == "cuda",
+        run_name=directory.resolve().name,
+        ddp_find_unused_parameters=False,
+        accelerator_config={"use_configured_state": True},
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
+    per_step = recipe.batch_size * recipe.gradient_accumulation * Sharding.of(accelerator).replicas
+    written = state.step if accelerator.is_main_process else None
+    return RopeTrainer(
+        model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
+        train_dataset=RunBlocks(recipe, run.data.blocks, per_step), data_collator=default_data_collator,
+        callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 
 
@@ -290,27 +370,24 @@ def _choose_memory_options(
     return memory_options, chunk_size
 
 
-def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
+def _accelerator(recipe: Recipe) -> Accelerator:
     check_trackers(recipe.trackers)
     with one_error("accelerate does not start as it was launched"):
         accelerator = Accelerator(
-            mixed_precision="no",  # the loop casts itself, for training and evaluation alike
-            gradient_accumulation_steps=recipe.gradient_accumulation,
-            project_config=ProjectConfiguration(str(directory), logging_dir=str(directory / "tensorboard")),
+            mixed_precision="no",  # a run casts itself, for training and evaluation alike
             # The other processes wait while the first one tokenises.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
     check_launch(accelerator.num_processes)
-    # The variables of a launcher override the argument of the constructor.
-    accelerator.gradient_accumulation_steps = recipe.gradient_accumulation
     return accelerator
 
 
-def _log_start(run: TrainingRun, patch: Patch, share: float) -> None:
+def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> None:
     """Log the extension, the trained parameters and the data of a run; `share` is that of `share_beyond`."""
     recipe, window = run.recipe, patch.shape.trained_length
-    trained = sum(parameter.numel() for parameter in run.parameters)
-    total = sum(parameter.numel() for parameter in run.model.parameters())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
+    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
+    sequences = trainer.get_total_train_batch_size(trainer.args)
     logger.info(
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,
@@ -322,10 +399,10 @@ def _log_start(run: TrainingRun, patch: Patch, share: float) -> None:
     )
     logger.info(
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
-        run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
+        run.data.blocks, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
     if names := source_names(recipe):
-        epochs = run.data.blocks.epochs(recipe.steps * run.sequences_per_step)
+        epochs = run.data.blocks.epochs(recipe.steps * sequences)
         read = ", ".join(f"{times:.2f} of {name}" for name, times in zip(names, epochs, strict=True))
         logger.info("epochs by the last step: %s", read)
         if recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:

@@ -1,4 +1,4 @@
-"""LoRA adapters: their target modules and their configuration."""
+"""What is trained: LoRA adapters, with their target modules and their configuration, or all weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.parameters import train_learned
-from rope_extend.patching import Patch, extend, patch_model
+from rope_extend.models.view import unwrap
+from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
 
@@ -77,27 +80,67 @@ def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
     Returns:
         Paths, sorted, with `*` for numbers; of encoders of images and sound only their own path.
     """
-    paths = set(_layers(model, recipe.lora_targets, reach).left_out)
+    paths = set(reach.unreached if recipe.full else _layers(model, recipe.lora_targets, reach).left_out)
     if recipe.train_norm_embed:
         paths |= reach.unreached.intersection(norms_and_embedding(model))
     named = {next((part for part in reach.encoders if path.startswith(f"{part}.")), path) for path in paths}
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in named})
 
 
-def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> PeftModel:
-    """Add the recipe's adapter to the model. Only the adapter and the encoding are trained, in float32.
+def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
+    """What a recipe trains, in float32: the model with an adapter and its encoding, or all of its weights.
 
     The arguments are those of `lora_config`.
+
+    Returns:
+        A `PeftModel`; for `lora_targets: none` the model itself.
 
     Raises:
         RopeExtendError: as `lora_config`.
     """
-    adapter = get_peft_model(model, lora_config(model, recipe, reach))
+    if recipe.full:
+        unreached = (reach or text_reach(model)).unreached
+        for path, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(path not in unreached)
+        trained = model
+    else:
+        trained = get_peft_model(model, lora_config(model, recipe, reach))
     train_learned(model)
-    for parameter in adapter.parameters():
+    for parameter in trained.parameters():
         if parameter.requires_grad:  # the 8 bits of bfloat16 would lose steps of 1e-4
             parameter.data = parameter.data.float()
-    return adapter
+    return trained
+
+
+def unsharded(model: Any, recipe: Recipe, reach: TextReach, config: Any) -> Any:
+    """A copy of a model that FSDP shards, with the weights to save on the CPU; every process calls this.
+
+    The weights that an adapter does not need stay on the meta device.
+
+    Args:
+        model: what `adapted` returned.
+        recipe: the run.
+        reach: as in `lora_config`.
+        config: the model's config before the patch.
+    """
+    named = model.named_parameters(remove_duplicate=False)  # a tied head under both names
+    needed = {name: value for name, value in named if value.requires_grad or recipe.full}
+    with torch.device("meta"):
+        base = type(unwrap(model))(config)
+    patch: Any = current_patch(model)
+    patch_model(
+        base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
+    )
+    copied = adapted(base, recipe, reach)
+    gathered: dict[nn.Parameter, nn.Parameter] = {}
+    for name, value in needed.items():
+        parent, _, leaf = name.rpartition(".")
+        if value not in gathered:
+            whole = value.full_tensor().cpu() if isinstance(value, DTensor) else value
+            gathered[value] = nn.Parameter(whole)
+        copied.get_submodule(parent)._parameters[leaf] = gathered[value]
+    return copied
 
 
 def extended(model: nn.Module, recipe: Recipe) -> Patch:

@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, and the trackers of `accelerate`, such as TensorBoard and MLflow."""
+"""The metrics of a run: `metrics.jsonl`, and the trackers of `Trainer`, such as TensorBoard and MLflow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
-from accelerate.utils import LoggerType
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.loading import one_error
-
-PROJECT = "rope_extend"
-"""The project or experiment of a run in its trackers."""
 
 
 def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -47,15 +43,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Appends to `metrics.jsonl` and to the trackers, and keeps the latest measurements.
+    """Appends to `metrics.jsonl`, and keeps the latest measurements; only the main process writes.
 
     Perplexities of other text than that of this session are not compared with those of this session.
 
     Args:
         path: the file.
-        accelerator: the accelerator of the run.
         step: number of finished steps; 0 for a new run.
         evaluated: the text of the session's evaluations, as it is written with every perplexity.
+        writes: whether this process writes.
 
     Attributes:
         loss: loss of the last step that was not skipped, in nats.
@@ -66,8 +62,8 @@ class Metrics:
         RopeExtendError: the disk is full.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, step: int, evaluated: Mapping[str, Any]) -> None:
-        self.path, self.accelerator = path, accelerator
+    def __init__(self, path: Path, step: int, evaluated: Mapping[str, Any], *, writes: bool) -> None:
+        self.path, self.evaluated, self.writes = path, evaluated, writes
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
         for values in read_metrics(path) if step and path.exists() else []:
             if values["step"] > step:
@@ -79,27 +75,22 @@ class Metrics:
                     self.perplexity |= curve
                 if not values["step"]:
                     self.before = curve
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process and path.exists() and not path.read_bytes().endswith(b"\n"):
-            self._append("\n")  # ends the line of a process that was killed
 
     def write(self, step: int, **values: Any) -> None:
-        """Add one line, on the main process.
+        """Add one line, after the end of one that a killed process did not finish.
 
         Raises:
             RopeExtendError: the disk is full.
         """
-        if not self.accelerator.is_main_process:
-            return
-        self._append(json.dumps({"step": step, **values}) + "\n")
-        values.pop("eval_data", None)
-        curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
-        self.accelerator.log(values | curve, step=step)
+        if self.writes:
+            self._append(json.dumps({"step": step, **values}).encode() + b"\n")
 
-    def _append(self, text: str) -> None:
+    def _append(self, line: bytes) -> None:
         try:
-            with open(self.path, "a", encoding="utf-8", opener=_not_a_link) as file:
-                file.write(text)
+            with open(self.path, "ab+", opener=_not_a_link) as file:
+                file.seek(max(0, file.tell() - 1))
+                cut_short = file.read() not in (b"", b"\n")
+                file.write(b"\n" * cut_short + line)
         except OSError as error:
             raise RopeExtendError(
                 f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
@@ -117,41 +108,41 @@ def check_trackers(names: Sequence[str]) -> None:
         RopeExtendError: says what to install; for an unknown name, lists the known ones.
     """
     for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+        if name not in integration_utils.INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
             raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
-        # `filter_trackers` would log the absence, which fails before the accelerator exists.
-        if name in LoggerType and LoggerType(name) not in get_available_trackers():
+        if name not in integration_utils.get_available_reporting_integrations():
             package = name.replace("_", "-")
             raise RopeExtendError(
                 f"recipe: the package of the tracker {name} is missing; pip install {package}"
             )
 
 
-def start_trackers(
-    accelerator: Accelerator, names: Sequence[str], directory: Path, config: Mapping[str, Any], step: int
-) -> None:
-    """Start trackers, on the main process, so that `accelerator.log` reaches them.
+def tracker(name: str, directory: Path, step: int | None) -> TrainerCallback:
+    """The callback of `Trainer` for a tracker.
 
     TensorBoard writes to `tensorboard/` in the directory, and drops its entries after `step`. The others put
-    the run into the project `rope_extend`, under the name of the directory if they accept one.
+    the run where their environment variables say, such as `WANDB_PROJECT`.
 
     Args:
-        accelerator: the accelerator of the run; its earlier trackers are dropped.
-        names: names of the trackers.
+        name: name of the tracker, as `check_trackers` accepts it.
         directory: directory of the run.
-        config: values that describe the run.
-        step: number of finished steps.
-
-    Raises:
-        RopeExtendError: a tracker does not start.
+        step: number of finished steps; None in a process that does not write.
     """
-    run = directory.resolve().name
-    options: dict[str, dict[str, Any]] = {
-        "tensorboard": {"purge_step": step + 1},
-        "wandb": {"name": run, "dir": str(directory)},
-        "mlflow": {"run_name": run},
-    }
-    accelerator.trackers, accelerator.log_with = [], filter_trackers(list(names), str(directory))
-    with one_error("a tracker does not start", "Set it up, or leave it out of the recipe"):
-        accelerator.init_trackers(PROJECT, {name: str(value) for name, value in config.items()}, options)
+    problem, advice = "a tracker does not start", "Set it up, or leave it out of the recipe"
+    with one_error(problem, advice):
+        if name == "tensorboard" and step is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(directory / name), purge_step=step + 1)
+            callback = integration_utils.TensorBoardCallback(writer)
+        else:
+            callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
+    begin = callback.on_train_begin
+
+    def on_train_begin(*args: Any, **options: Any) -> None:
+        with one_error(problem, advice):
+            begin(*args, **options)
+
+    callback.on_train_begin = on_train_begin
+    return callback

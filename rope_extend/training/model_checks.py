@@ -21,6 +21,7 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import current_patch
+from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import extended, left_out, lora_config
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
@@ -63,9 +64,11 @@ def check_recipe(
     elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
     reach = text_reach(model)
-    lora_config(model, recipe, reach)
+    if not recipe.full:
+        lora_config(model, recipe, reach)
+    chunked_loss(model).remove()
     if sharding.rank == 0 and (paths := left_out(model, recipe, reach)):
-        logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
+        logger.info("left out, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             check_meaning(recipe.positions, patch.encoding, patch.shape)

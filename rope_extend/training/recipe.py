@@ -45,18 +45,24 @@ def _trackers(value: Any) -> tuple[str, ...]:
 
 
 def _targets(value: Any) -> str | tuple[str, ...]:
-    return str(value) if value in ("attention", "all-linear") else _names(value)
+    return str(value) if value in ("attention", "all-linear", FULL) else _names(value)
 
 
 _BETAS = Kind("two numbers, each at least 0 and below 1", _betas)
-_TARGETS = Kind("attention, all-linear, or a list of module names", _targets)
+_TARGETS = Kind("attention, all-linear, none, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
 _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
 
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
+"""Names of `TrainingArguments.optim` whose memory the plan knows."""
+FULL = "none"
+"""The value of `lora_targets` that trains all weights instead of an adapter."""
 BY_METHOD: Any = None
-"""The default of fields that depend on the method; a recipe that is made holds the method's value instead."""
+"""The default of fields that depend on others; a recipe that is made holds the value that follows."""
 STEPS = 400
 """The YaRN paper's steps (2309.00071), there with 64 sequences each; `advise` starts from them, too."""
+_RATES = {False: 2e-4, True: 2e-5}
+"""Default learning rates: of LoRA, and of all weights."""
 _SCHEDULE_DEFAULTS = {"steps": STEPS, "lora_targets": "attention", "train_norm_embed": False}
 """Defaults for rotary schedules, which leave a model most of what it knows."""
 _REPLACEMENT_DEFAULTS = {"steps": 2000, "lora_targets": "all-linear", "train_norm_embed": True}
@@ -65,15 +71,14 @@ _REPLACEMENT_DEFAULTS = {"steps": 2000, "lora_targets": "all-linear", "train_nor
 
 @dataclass(frozen=True)
 class Recipe(Config):
-    """One LoRA run for a longer context window: the model, the data, the optimization, and the output.
+    """One run for a longer context window: the model, the data, the optimization, and the output.
 
     The defaults are those of position interpolation (2306.15595, section 3.1): AdamW with betas 0.9 and
     0.95, no weight decay, 20 steps of linear warm-up from a tenth of the learning rate, then constant.
     Three defaults differ from the paper:
 
-    - It updates all weights at 2e-5. The default here is ten times that, because a LoRA update is the product
-      of two small matrices of which one starts at zero. It trains best at about ten times the rate of full
-      fine-tuning.
+    - It updates all weights at 2e-5, as `lora_targets: none` does. The default of LoRA is ten times that,
+      because its update is the product of two small matrices of which one starts at zero.
     - It takes 1,000 steps, but was below the original perplexity after 200. Here they are `STEPS`.
     - Its batch is 64 sequences on 32 GPUs. Here it is `batch_size * gradient_accumulation` = 8 per device.
 
@@ -101,7 +106,7 @@ class Recipe(Config):
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "weight_decay",
-            "betas", "max_grad_norm", "max_skipped", "seed",
+            "betas", "optim", "max_grad_norm", "max_skipped", "seed",
         ),
         "LoRA and what is trained": (
             "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
@@ -181,10 +186,18 @@ class Recipe(Config):
     steps: Annotated[int, POSITIVE_COUNT, "optimizer steps"] = BY_METHOD
     batch_size: Annotated[int, POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, POSITIVE_COUNT, "forward passes per optimizer step"] = 8
-    learning_rate: Annotated[float, number(0, above=True), "learning rate after warm-up, constant"] = 2e-4
+    learning_rate: Annotated[float, number(0, above=True), "learning rate after warm-up, constant"] = (
+        BY_METHOD
+    )
     warmup_steps: Annotated[int, COUNT, "steps of linear warm-up from a tenth of the learning rate"] = 20
     weight_decay: Annotated[float, number(0), "AdamW's decoupled weight decay"] = 0.0
     betas: Annotated[tuple[float, float], _BETAS, "AdamW's decay rates of the two moments"] = (0.9, 0.95)
+    optim: Annotated[
+        str,
+        choice(*OPTIMIZERS),
+        "AdamW of Trainer: torch's, its fused kernel, or with moments of 8 bits (bitsandbytes), which need a "
+        "quarter of the memory",
+    ] = OPTIMIZERS[0]
     max_grad_norm: Annotated[float, number(0, above=True), "gradients are clipped to this norm"] = 1.0
     lora_rank: Annotated[int, POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0
@@ -198,7 +211,9 @@ class Recipe(Config):
     ] = False
     lora_dropout: Annotated[float, number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
-        str | tuple[str, ...], _TARGETS, "layers with LoRA: attention, all-linear, or module names"
+        str | tuple[str, ...],
+        _TARGETS,
+        "layers with LoRA: attention, all-linear, or module names; none trains all weights without LoRA",
     ] = BY_METHOD
     train_norm_embed: Annotated[
         bool, FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
@@ -206,7 +221,8 @@ class Recipe(Config):
     dtype: Annotated[
         str,
         choice("auto", "float32", "bfloat16"),
-        "dtype of the frozen weights; auto is bfloat16 on a GPU that supports it, and float32 elsewhere",
+        "dtype of computation and of the frozen weights; trained weights are float32. auto is bfloat16 on a "
+        "GPU that supports it, and float32 elsewhere",
     ] = "auto"
     seed: Annotated[int, whole(0, 2**31), "seed of the LoRA matrices, the order of the data, and dropout"] = 0
     eval_data: Annotated[str | tuple[str, ...] | None, SOURCES, "documents to evaluate on during the run"] = (
@@ -322,6 +338,9 @@ class Recipe(Config):
             "gradient_checkpointing is false; set it to true or auto": (
                 self.offload_checkpoints is True and self.gradient_checkpointing is False
             ),
+            "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout are for LoRA; "
+            "leave them out, or name layers": self.full
+            and bool(self.quantize or self.dora or self.rslora or self.lora_dropout),
             "eval_every needs eval_data; name documents to evaluate on": (
                 self.eval_data is None and self.eval_every > 0
             ),
@@ -338,21 +357,29 @@ class Recipe(Config):
         return self.target_length if self.block_length is None else self.block_length
 
     @property
+    def full(self) -> bool:
+        """Whether all weights are trained, without LoRA."""
+        return self.lora_targets == FULL
+
+    @property
     def packs(self) -> bool:
         """Whether some blocks hold several documents."""
         return self.packing != UNPACKED or self.mixed_windows
 
     def computed_defaults(self) -> Mapping[str, Any]:
-        """Defaults of the fields that depend on the method; also checks the method's parameters."""
+        """Defaults of the fields that depend on others; also checks the method's parameters."""
         from rope_extend.encodings import method_named  # imports torch
 
         method = method_named(self.method)
         method.split_parameters(self.method_parameters)
-        return _REPLACEMENT_DEFAULTS if method.replaces_rotation else _SCHEDULE_DEFAULTS
+        defaults = _REPLACEMENT_DEFAULTS if method.replaces_rotation else _SCHEDULE_DEFAULTS
+        return {**defaults, "learning_rate": _RATES[self.full]}
 
     @classmethod
     def default_text(cls, item: Field[Any]) -> str | None:
         """The default of a field for help, with both values of a field that depends on the method."""
+        if item.name == "learning_rate":
+            return f"{_RATES[False]:g}; {_RATES[True]:g} for all weights"
         if item.name not in _SCHEDULE_DEFAULTS:
             return super().default_text(item)
         usual, replaced = _SCHEDULE_DEFAULTS[item.name], _REPLACEMENT_DEFAULTS[item.name]

@@ -1,15 +1,14 @@
 """Checkpoints of a run in progress: everything that decides its next step, written whole or not at all.
 
-A checkpoint is a directory `step-N` that appears by one rename, once it is complete and on disk. Later
-damage, by a disk or in a copy, is found by its manifest; then the checkpoint before it is used:
+A checkpoint is a directory `checkpoint-N` that appears by one rename, once it is complete and on disk. Later
+damage, by a disk or in a copy, is found by its manifest; then the checkpoint before it is used. It holds what
+`Trainer` writes: the model, the optimizer and the random generators, and in addition:
 
-=======================  =========================================================================
-`trainable.safetensors`  the weights that are trained, by parameter name
-`optimizer.pt`           the state of the optimizer
-`rng-R.pt`               the state of every random generator of process R
-`state.json`             step, tokens, seconds, recipe, and a fingerprint of the data
-`manifest.json`          the size and SHA-256 of each of these files
-=======================  =========================================================================
+====================  =========================================================================
+`rope_extend.json`    the record of the encoding, so that the checkpoint can be loaded by itself
+`state.json`          step, tokens, seconds, recipe, and a fingerprint of the data
+`manifest.json`       the size and SHA-256 of every file
+====================  =========================================================================
 """
 
 from __future__ import annotations
@@ -18,33 +17,31 @@ import errno
 import json
 import logging
 import os
-import random
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.optim import Optimizer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.staging import checkpoint_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.sharding import Sharding, fill, spread_state, whole
+from rope_extend.training.sharding import Sharding
+from rope_extend.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard")
+STATE_NAME = "state.json"
+CHECKPOINTS = "checkpoints"
+"""The directory of the checkpoints of a run, in that of the run."""
+PARTIAL = ".partial-"
+"""The names of directories of unfinished checkpoints begin like this."""
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
@@ -93,14 +90,14 @@ class RunState:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints below a run's directory, oldest step first."""
-    paths = (directory / "checkpoints").glob("step-*")
-    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=step_of)
+    """The checkpoints in a directory, oldest step first."""
+    paths = directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((path for path in paths if re.fullmatch(r"\w+-\d+", path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint was saved after."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -134,13 +131,19 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def newest_intact(directory: Path) -> Path | None:
-    """The newest intact checkpoint below a run's directory; None if there is no checkpoint.
+    """The newest intact checkpoint in a directory; None if there is no checkpoint.
 
     Logs which newer ones are damaged.
 
     Raises:
-        RopeExtendError: all are damaged, or one cannot be read for another reason.
+        RopeExtendError: all are damaged, one cannot be read for another reason, or they are of a version of
+            this package that wrote other checkpoints.
     """
+    if old := sorted(directory.glob("step-*")):
+        raise RopeExtendError(
+            f"cannot resume from {old[-1]}: an earlier version of rope_extend wrote it, in another format. "
+            "Start a new run in another output_dir; the adapter of a finished run can be used as before"
+        )
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints(directory)):
         reason = damage(checkpoint)
@@ -176,7 +179,7 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
                 "overwrite=True replaces it, or choose another output_dir"
             )
         return None
-    checkpoint = newest_intact(directory)
+    checkpoint = newest_intact(directory / CHECKPOINTS)
     if checkpoint is not None:
         check_continues(read_state(checkpoint), recipe)
     elif finished:  # such as the adapter of a run whose checkpoints were deleted
@@ -238,69 +241,47 @@ def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
 
 
-def save_checkpoint(
-    directory: Path,
-    state: RunState,
-    module: nn.Module,
-    optimizer: Optimizer,
-    accelerator: Accelerator,
-    *,
-    keep: int,
-) -> Path:
-    """Write `directory/checkpoints/step-N`, and remove the others except `keep`; every process calls this.
+def publish_checkpoint(written: Path, final: Path, state: RunState, *, keep: int | None) -> None:
+    """Complete a checkpoint that `Trainer` wrote, give it its name, and remove the others except `keep`.
 
     Checkpoints of later steps go too: a run that was resumed from an earlier step has replaced them.
 
     Raises:
-        RopeExtendError: the disk is full or not writable; earlier checkpoints are intact.
+        OSError: the disk is full or not writable; earlier checkpoints are intact.
     """
-    final = directory / "checkpoints" / f"step-{state.step}"
-    partial = final.with_name(f".{final.name}.partial")
-    weights, moments = whole((dict(_trainable(module)), optimizer.state_dict()))
-    try:
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            save_file(weights, partial / "trainable.safetensors")
-            _torch_save(moments, partial / "optimizer.pt")
-            (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
-        accelerator.wait_for_everyone()
-        _torch_save(_random_state(accelerator.device), partial / f"rng-{accelerator.process_index}.pt")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-                for path in sorted(partial.iterdir())
-            }
-            (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
-            # An older run may have left a checkpoint of this step; it is replaced.
-            publish_directory(partial, final)
-            for later in checkpoints(directory):
-                if step_of(later) > state.step:
-                    shutil.rmtree(later)
-            prune(directory, keep, state.step)
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-        full = "the disk is full: " if os.strerror(errno.ENOSPC) in str(error) else ""
-        raise RopeExtendError(
-            f"cannot write the checkpoint {final}: {full}{error}. Earlier checkpoints are intact; make room, "
-            "then resume the run"
-        ) from error
-    accelerator.wait_for_everyone()
-    return final
+    (written / "training_args.bin").unlink(missing_ok=True)  # a pickle with local paths, which nothing reads
+    (written / STATE_NAME).write_text(json.dumps(asdict(state), indent=2))
+    files = {
+        str(path.relative_to(written)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(written.rglob("*"))
+        if path.is_file()
+    }
+    (written / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
+    publish_directory(written, final)  # an older run may have left a checkpoint of this step
+    for later in checkpoints(final.parent):
+        if step_of(later) > state.step:
+            shutil.rmtree(later)
+    prune(final.parent, keep, state.step)
 
 
-def _torch_save(values: Any, path: Path) -> None:
-    """`torch.save` into a file of Python, which tells the error of the disk where torch's own does not."""
-    with path.open("wb") as file:
-        torch.save(values, file)
+def unwritten(final: Path, error: Exception) -> RopeExtendError:
+    """The error for a checkpoint that cannot be written."""
+    reason = str(error)
+    if os.strerror(errno.ENOSPC) in reason:
+        reason = f"the disk is full: {reason}"
+    elif type(error) is RuntimeError:  # torch's own, which do not tell the error of the system
+        free = format_bytes(shutil.disk_usage(final.parent).free)
+        reason = f"torch could not write a file whole, with {free} free on the disk"
+    return RopeExtendError(
+        f"cannot write the checkpoint {final}: {reason}. Earlier checkpoints are intact; make room, then "
+        "resume the run"
+    )
 
 
-def prune(directory: Path, keep: int, step: int) -> None:
+def prune(directory: Path, keep: int | None, step: int) -> None:
     """Remove the checkpoints up to `step` except the newest `keep` of them, and all incomplete ones."""
     up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
-    for old in [*up_to_step[:-keep], *(directory / "checkpoints").glob(".step-*.partial")]:
+    for old in [*(up_to_step[:-keep] if keep else ()), *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 
 
@@ -313,7 +294,7 @@ def take_over(directory: Path, recipe: Recipe, step: int) -> None:
         RopeExtendError: the directory cannot be written.
     """
     try:
-        prune(directory, recipe.keep_checkpoints, step)
+        prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
@@ -326,7 +307,7 @@ def read_state(checkpoint: Path) -> RunState:
         RopeExtendError: not a checkpoint of a run.
     """
     try:
-        return RunState(**json.loads((checkpoint / "state.json").read_text()))
+        return RunState(**json.loads((checkpoint / STATE_NAME).read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RopeExtendError(
             f"{checkpoint} is not a checkpoint of a run ({error}); move it away, and resume from the one "
@@ -373,56 +354,3 @@ def check_model(state: RunState, identity: Identity) -> None:
             f"cannot resume: the model is not the one that the run began with, and differs in {changed}. "
             "Restore it (or set dtype to that of the run), or start a new run in another output_dir"
         )
-
-
-def load_checkpoint(
-    checkpoint: Path, module: nn.Module, optimizer: Optimizer, accelerator: Accelerator
-) -> None:
-    """Restore weights, optimizer and random generators from a checkpoint.
-
-    Raises:
-        RopeExtendError: a file is missing or damaged, or the weights belong to another model.
-    """
-    try:
-        weights = load_file(checkpoint / "trainable.safetensors")
-        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        generators = torch.load(
-            checkpoint / f"rng-{accelerator.process_index}.pt", map_location="cpu", weights_only=True
-        )
-        parameters = _trainable(module)
-        if different := sorted(parameters.keys() ^ weights.keys()):
-            raise ValueError(f"its weights belong to another model: {different[0]} is only in one of the two")
-        for name, parameter in parameters.items():
-            fill(parameter, weights[name])
-        optimizer.load_state_dict(state)
-        spread_state(optimizer)
-    except Exception as error:  # each library raises other errors for a damaged file
-        raise RopeExtendError(
-            f"cannot read the checkpoint {checkpoint}: {error}. Move it away to resume from an earlier one"
-        ) from error
-    _restore_random_state(generators, accelerator.device)
-
-
-def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    return {name: value for name, value in module.named_parameters() if value.requires_grad}
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """The state of the generators of Python, numpy, torch and a GPU, in types that torch loads safely."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    kind, keys, *rest = state["numpy"]
-    random.setstate(state["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    cuda = state["cuda"]
-    if cuda is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, device)

@@ -8,29 +8,23 @@ FSDP2                  a part of the weights, other sequences          `fsdp_ver
 context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
 =====================  ==============================================  ====================================
 
-A part of a sequence keeps its positions in the whole sequence. Targets are shifted before the sequence is
-cut, so that the last token of a part still predicts the first of the next.
+`Trainer` and accelerate do the work. Here is what they do not check.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from rope_extend.attention.foreign_splits import ring_refusal
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import refuse_if
-from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm, shifted
+from rope_extend.loss import causal_lm
 from rope_extend.models.view import layer_types_except_full_attention
 from rope_extend.patching import Patch
 from rope_extend.training.recipe import Recipe
@@ -92,11 +86,6 @@ class Sharding:
         """Number of groups of processes with different sequences."""
         return self.ranks // self.parts
 
-    @property
-    def replica(self) -> int:
-        """The group of this process; processes that share a sequence have consecutive ranks."""
-        return self.rank // self.parts
-
     def check(self, patch: Patch, model: nn.Module, recipe: Recipe) -> None:
         """Refuse what does not work with this sharding, most of it with parts of a sequence.
 
@@ -139,73 +128,3 @@ class Sharding:
         }
         for problem, wrong in refusals.items():
             refuse_if(wrong, problem)
-
-    @contextmanager
-    def cut(self, accelerator: Accelerator, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-        """The part of a batch for this process, for the forward and backward pass in the context.
-
-        Args:
-            accelerator: the accelerator of the run.
-            batch: `input_ids` and `labels`, `[B, T]`, equal on all processes that share the sequences.
-
-        Yields:
-            `input_ids`, `shift_labels`, `position_ids` and `num_items_in_batch`; the batch itself if it is
-            not cut. The mean of the losses of all parts is the loss of the whole.
-        """
-        if self.parts == 1:
-            yield dict(batch)
-            return
-        text = global_inputs(batch["input_ids"], batch["labels"])
-        scored = (text["shift_labels"] != IGNORED).sum().clamp(min=1)
-        buffers = list(text.values())
-        with accelerator.maybe_context_parallel(
-            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-        ):
-            yield {**text, "num_items_in_batch": scored / self.parts}
-
-
-def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Inputs that can be cut anywhere: tokens, their positions and their targets, all int64 `[B, T]`."""
-    return {
-        "input_ids": input_ids.clone(),
-        "position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1),
-        "shift_labels": shifted(labels),
-    }
-
-
-class Objective(NextTokenLoss):
-    """The loss, and any other function of the model that needs gathered weights.
-
-    FSDP gathers the weights of a module only in the forward of the module that it wraps.
-    """
-
-    def forward(self, *args: Any, within: Callable[[nn.Module], Any] | None = None, **inputs: Any) -> Any:
-        """Return the loss; or the result of `within` for the model, if given."""
-        return super().forward(*args, **inputs) if within is None else within(self.model)
-
-
-def whole(values: Any) -> Any:
-    """A structure with all sharded tensors gathered on the CPU; every process calls this."""
-    return tree_map_only(DTensor, lambda value: value.full_tensor().cpu(), values)
-
-
-def fill(parameter: Tensor, value: Tensor) -> None:
-    """Copy values into a parameter, of which this process may hold a shard."""
-    with torch.no_grad():
-        parameter.copy_(_like(value, parameter))
-
-
-def spread_state(optimizer: Any) -> None:
-    """Replace an optimizer's complete state by the shards of this process."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[name] = _like(value, parameter)
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

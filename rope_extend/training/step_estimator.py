@@ -84,7 +84,11 @@ class StepEstimator:
                 stack.enter_context(extended(model, self.recipe))
             # Encodings that act inside attention need a mask, unless the kernel is flash attention.
             self.masked |= packed and acts_inside(model) and not flash
+            loaded = sum(value.nbytes for value in model.parameters())
             self.model = adapted(model, self.recipe, self.reach).train()
+            if self.recipe.full:  # what is trained is counted as such
+                frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
+                self.weights -= loaded - frozen
             self._context = stack.pop_all()
         return self
 
@@ -127,7 +131,9 @@ class StepEstimator:
     def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
         recipe = self.recipe
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
-        optimizer = torch.optim.AdamW(self.parameters, foreach=self.device.type == "cuda")
+        optimizer: Any = Moments(self.model, eight_bits=recipe.optim == "adamw_8bit")
+        if recipe.optim == "adamw_torch":
+            optimizer = torch.optim.AdamW(self.parameters, foreach=self.device.type == "cuda")
         counter = counter_of(self.model, self.scored)
         trainable = sum(parameter.nbytes for parameter in self.parameters)
         frozen = counter.live - trainable
@@ -165,6 +171,33 @@ class StepEstimator:
     def _gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
+
+
+class Moments:
+    """An AdamW whose steps need no memory besides its moments: torch's fused kernel, and bitsandbytes.
+
+    Args:
+        model: its trained parameters have moments.
+        eight_bits: moments of 8 bits with a scale for each 256, except of embeddings and small tensors.
+    """
+
+    def __init__(self, model: nn.Module, *, eight_bits: bool) -> None:
+        self._parameters = [value for value in model.parameters() if value.requires_grad]
+        whole = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        self._small = {value for value in self._parameters if eight_bits and value not in whole}
+        self._held: list[Tensor] = []
+
+    def step(self) -> None:
+        """Make the moments, at the first step."""
+        for value in self._parameters if not self._held else ():
+            size, eight = value.numel(), value in self._small and value.numel() >= 4096
+            bytes_each = size + 4 * -(-size // 256) if eight else 4 * size
+            self._held += [torch.empty(bytes_each, dtype=torch.uint8, device=META) for _ in range(2)]
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for value in self._parameters:
+            value.grad = None
 
 
 def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:

@@ -302,7 +302,7 @@ def _plan_steps(
         longest_block = longest(
             lambda tokens: budget.fits(estimator.step(candidates[-1], tokens)), recipe.length
         )
-    quantizable = gguf_file(recipe.model) is None
+    quantizable = gguf_file(recipe.model) is None and not recipe.full
     quantized = None
     if all_options and quantizable and not chosen.quantized:
         weights = steps[-1].weights - estimator.quantized_savings

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import datasets
 import torch
 
 from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.documents import Document
+from rope_extend.data.given_blocks import MADE
 from rope_extend.data.packing import PackedBlocks, check_packing, ended, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
 from rope_extend.errors import RopeExtendError
@@ -91,6 +93,7 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
 
     def __init__(self, parts: Blocks | PackedBlocks, collator: PositionCollator | None = None) -> None:
         self._parts, self._collator = parts, collator
+        MADE.add(self)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -101,9 +104,23 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
         if "position_ids" in item:  # packed
             return item
         if self._collator is not None:
-            item["position_ids"] = torch.from_numpy(self._collator.positions(len(item["input_ids"]), number))
+            return self._collator.placed(item, number)
         # Without the mask, transformers would take a gap in the positions for the start of another text.
         return {**item, "attention_mask": torch.ones_like(item["input_ids"])}
+
+    def to_dataset(self) -> datasets.Dataset:
+        """The same blocks for trainers that take a Hugging Face dataset, such as TRL's; nothing is copied.
+
+        Give `SFTTrainer` also `data_collator=transformers.default_data_collator` and
+        `SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)`.
+        """
+        numbers = datasets.Dataset.from_dict({"number": list(range(len(self)))})
+
+        def chosen(rows: dict[str, list[int]]) -> dict[str, list[torch.Tensor]]:
+            items = [self[number] for number in rows["number"]]
+            return {name: [item[name] for item in items] for name in items[0]}
+
+        return numbers.with_transform(chosen)
 
     def __repr__(self) -> str:
         sampled = "" if self._collator is None else f" at positions {self._collator.sampler}"

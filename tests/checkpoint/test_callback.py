@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ import torch
 from cases import TARGET, llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from trl import DPOConfig
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
 from rope_extend.models.checkpoint_directory import RECORD_NAME
-from rope_extend.models.parameters import learned_parameters
+from rope_extend.models.parameters import learned_parameters, read_learned
 
 IDS = torch.arange(80).remainder(61)[None]
 DATA = [
@@ -168,6 +177,33 @@ def test_what_an_encoding_learns_is_trained_with_lora_and_resumed(base: Path, tm
     again = trainer(patched(base, "adapter", "fire"), tmp_path / "whole", rx.SaveEncodingCallback())
     with pytest.raises(RopeExtendError, match=r"encoding.safetensors does not fit this model: .* is missing"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_the_best_step_is_restored_with_what_its_encoding_learned(base: Path, tmp_path: Path) -> None:
+    model, losses = patched(base, "adapter", "fire"), count(1)
+    run = trainer(
+        model, tmp_path / "run", rx.SaveEncodingCallback(), eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    run.evaluate = lambda *_, **__: {"eval_loss": float(next(losses))}
+    run.train()
+    best = read_learned(tmp_path / "run" / "checkpoint-1")
+    last = read_learned(tmp_path / "run" / "checkpoint-3")
+    for name, value in learned_parameters(model).items():
+        assert torch.equal(value, best[name])
+        assert not torch.equal(value, last[name])
+
+
+def test_full_training_by_preferences_warns_of_a_reference_that_is_not_extended(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind, warns in (("full", True), ("adapter", False)):
+        caplog.clear()
+        arguments = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False)
+        rx.SaveEncodingCallback().on_train_begin(
+            arguments, TrainerState(), TrainerControl(), model=patched(base, kind)
+        )
+        assert ("ref_model=copy.deepcopy(model)" in caplog.text) == warns
 
 
 def test_every_adapter_that_peft_saves_has_its_record(base: Path, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_what_is_uploaded_loads_and_the_users_own_files_stay_here_and_are_named(
     for name in (*own, *sent):
         (directory / name).write_text("{}")
     (directory / "README.md").write_text("# A card\n\n![Perplexity](perplexity.png)\n![](../outside.png)\n")
-    (directory / "checkpoints" / "step-2").mkdir(parents=True)
-    (directory / "checkpoints" / "step-2" / "config.json").write_text("{}")
+    (directory / "checkpoints" / "checkpoint-2").mkdir(parents=True)
+    (directory / "checkpoints" / "checkpoint-2" / "config.json").write_text("{}")
     (tmp_path / "secret.json").write_text("{}")
     (directory / "NOTICE.link").symlink_to(tmp_path / "secret.json")
     with caplog.at_level("INFO", "rope_extend"):

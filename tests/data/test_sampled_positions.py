@@ -161,6 +161,15 @@ def test_workers_draw_other_positions_in_each_epoch() -> None:
     assert len(set(drawn)) == len(drawn) == 16
 
 
+def test_workers_leave_the_positions_of_blocks_as_they_are() -> None:
+    model = tiny_llama()
+    rx.extend(model, 128)
+    blocks = rx.blocks([Document("a", torch.arange(256))], 32, positions="pose", model=model)
+    batches = list(DataLoader(blocks, batch_size=2, num_workers=2))
+    found = torch.cat([batch["position_ids"] for batch in batches])
+    assert torch.equal(found, torch.stack([block["position_ids"] for block in blocks]))
+
+
 def test_blocks_that_have_positions_are_refused_and_items_are_copies() -> None:
     made = cut_blocks([Document("a", torch.arange(64))], 32)
     made[0]["labels"][:] = -100

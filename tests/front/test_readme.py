@@ -194,4 +194,4 @@ def test_everything_runs_as_written(tmp_path: Path, commands: Commands) -> None:
             commands.run("-c", block.text, where=tmp_path)
     assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
     assert (tmp_path / "runs" / "adapter-ppl" / "perplexity.svg").exists()
-    assert read_state(checkpoints(tmp_path / "runs" / "mixed")[-1]).step == 2
+    assert read_state(checkpoints(tmp_path / "runs" / "mixed" / "checkpoints")[-1]).step == 2

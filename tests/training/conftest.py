@@ -9,8 +9,8 @@ import pytest
 from runs import Action, AtStep, settings
 from transformers import AutoModelForCausalLM
 
-from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.trainer import RopeTrainer
 
 
 @pytest.fixture
@@ -21,19 +21,20 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """Run an action during one step; the returned list gets the number of every step that is computed."""
-    original = loop.TrainingRun._batch
+    original = RopeTrainer.training_step
 
     def install(step: int, action: Action) -> list[int]:
         computed: list[int] = []
 
-        def batch(run: Any, forward: int) -> Any:
-            if forward == 0:
-                computed.append(run.state.step + 1)
-                if computed[-1] == step:
+        def training_step(trainer: RopeTrainer, *args: Any, **options: Any) -> Any:
+            number = trainer.state.global_step + 1
+            if number not in computed[-1:]:
+                computed.append(number)
+                if number == step:
                     action()
-            return original(run, forward)
+            return original(trainer, *args, **options)
 
-        monkeypatch.setattr(loop.TrainingRun, "_batch", batch)
+        monkeypatch.setattr(RopeTrainer, "training_step", training_step)
         return computed
 
     return install

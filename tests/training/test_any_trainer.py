@@ -17,7 +17,7 @@ import torch
 from cases import FAMILIES as CASES
 from cases import llama, tiny_model
 from peft import LoraConfig, get_peft_model
-from runs import tokenizer_of, weights
+from runs import assert_same, metrics, tokenizer_of, weights
 from several_processes import launch
 from test_distributed import AS_IF_GPUS, CONTEXT, RING_ON_CPU
 from test_loss import IGNORED, VOCABULARY, batch, gradients, tiny
@@ -25,6 +25,7 @@ from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
 from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -190,8 +191,11 @@ def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **
         "per_device_eval_batch_size": 1, "report_to": [],
         "learning_rate": 1e-2, "lr_scheduler_type": "constant",
         "adam_beta2": 0.95, "max_grad_norm": 1.0, "use_cpu": True, "disable_tqdm": True, "seed": 0,
-        "save_strategy": "no", "bf16": False, "gradient_checkpointing": True, **changes,
+        "save_strategy": "no", "bf16": False, "gradient_checkpointing": True, "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential", **changes,
     }  # fmt: skip
+    if kind == "RopeTrainer":
+        return rx.RopeTrainer(model, TrainingArguments(**settings), train_dataset=blocks)
     callbacks = [rx.SaveEncodingCallback()]
     if kind == "Trainer":
         # With a tokenizer, the collator adds a mask of ones, which switches off transformers' own separation.
@@ -208,8 +212,8 @@ def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **
     )  # fmt: skip
 
 
-def own_loop(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
-    """A run of our own loop, at settings that the trainers of this file have too."""
+def by_recipe(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
+    """A run of a recipe, at settings that the trainers of this file have too."""
     run = replace(
         recipe, steps=3, learning_rate=1e-2, warmup_steps=0, lora_dropout=0.0, gradient_checkpointing=True,
         method="yarn", output_dir=str(output), **changes,
@@ -253,14 +257,22 @@ def assert_same_adapter(run: Recipe, output: Path) -> None:
     assert before.encoding == after.encoding
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("kind", ["Trainer", "RopeTrainer", "SFTTrainer"])
 @pytest.mark.parametrize("packing", ["none", "restart"])
-def test_trainers_end_with_the_adapter_of_our_own_loop(
+def test_trainers_end_with_the_adapter_of_the_command(
     recipe: Recipe, tmp_path: Path, packing: str, kind: str
 ) -> None:
-    run = own_loop(recipe, tmp_path / "ours", packing=packing)
-    train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2)
+    """Bit for bit, unless TRL computes the loss, or a mask separates documents instead of their lengths."""
+    run = by_recipe(recipe, tmp_path / "ours", packing=packing)
+    trained = train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2, logging_steps=1)
     assert_same_adapter(run, tmp_path / "theirs")
+    logged = [line for line in trained.state.log_history if "grad_norm" in line]
+    for line, other in zip(metrics(run.output_dir), logged, strict=True):
+        assert (line["loss"], line["grad_norm"]) == pytest.approx(
+            (other["loss"], other["grad_norm"]), rel=1e-4
+        )
+    if kind != "SFTTrainer" and packing == "none":
+        assert_same(weights(run.output_dir), weights(tmp_path / "theirs"))
 
 
 IN_A_PROCESS = """
@@ -277,7 +289,7 @@ for kind in ("Trainer", "SFTTrainer"):
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Path) -> None:
-    run = own_loop(recipe, tmp_path / "ours", packing="restart", gradient_accumulation=4)
+    run = by_recipe(recipe, tmp_path / "ours", packing="restart", gradient_accumulation=4)
     (tmp_path / "run.yaml").write_text(run.to_yaml())
     paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
     launch(paths + IN_A_PROCESS, str(tmp_path / "run.yaml"), str(tmp_path), where=tmp_path)
@@ -321,6 +333,49 @@ def test_what_ring_attention_would_get_wrong_is_refused_in_any_trainer(
     for kind in ("Trainer", "SFTTrainer", "finetune"):
         for method in ("dynamic_yarn", "alibi", "yarn"):
             assert len(re.findall(rf"^{kind} {method} .*cp_size 2", said, re.MULTILINE)) == 2, said
+
+
+@pytest.mark.parametrize("positions", [None, "pose"], ids=["packed", "pose"])
+def test_trl_trains_the_blocks_that_it_was_given_or_stops_before_the_first_step(
+    recipe: Recipe, tmp_path: Path, positions: str | None
+) -> None:
+    tokenizer = tokenizer_of(recipe)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model)
+    rx.extend(model, 128, "yarn")
+    rx.chunked_loss(model)
+    documents = rx.load_documents(recipe.data, tokenizer)
+    blocks = rx.blocks(documents, 64, packing=positions is None, positions=positions, model=model)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    seen: list[torch.Tensor] = []
+    model.model.register_forward_pre_hook(
+        lambda _module, _args, given: seen.append(given["position_ids"]), with_kwargs=True
+    )
+    right = {
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+    }
+    rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
+
+    def run(data: Any = blocks.to_dataset(), collator: Any = default_data_collator, **changes: Any) -> None:  # noqa: B008
+        settings = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True,
+                    "save_strategy": "no", "bf16": False, **right, **changes}  # fmt: skip
+        SFTTrainer(
+            model, SFTConfig(str(tmp_path / "sft"), **settings), train_dataset=data, data_collator=collator,
+            processing_class=tokenizer, callbacks=[rx.SaveEncodingCallback()],
+        ).train()  # fmt: skip
+
+    for wrong in (
+        {"collator": None},  # TRL's own, which makes no positions
+        {"collator": DataCollatorWithFlattening()},
+        {"data": rows, "remove_unused_columns": True, "collator": None},
+        {"data": rows, "dataset_kwargs": None, "max_length": 32},
+    ):
+        with pytest.raises(RopeExtendError, match=r"does not train the blocks .*batches differ.*skip_prep"):
+            run(**wrong)
+        assert not seen
+    run()
+    assert torch.equal(seen[0][0], blocks[0]["position_ids"])
 
 
 def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:

@@ -67,7 +67,7 @@ def test_a_run_that_learns_a_bias_and_was_interrupted_ends_on_the_same_bits(
         assert_same_but_rounding(rx.load(recipe.output_dir)(IDS).logits, result.model(IDS).logits)
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(other)
-    for checkpoint in checkpoints(tmp_path / "other")[2:]:
+    for checkpoint in checkpoints(tmp_path / "other" / "checkpoints")[2:]:
         for file in checkpoint.iterdir():
             file.unlink()
         checkpoint.rmdir()

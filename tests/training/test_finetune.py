@@ -14,7 +14,6 @@ import pytest
 import torch
 from cases import TRAINED, tiny_llama
 from covering import few
-from peft import get_peft_model
 from runs import TARGET, assert_same, metrics, tokenizer_of, weights
 from safetensors.torch import load_file
 from tolerances import assert_same_but_rounding
@@ -24,12 +23,10 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
-from rope_extend.data.mixing import block_index
-from rope_extend.loss import NextTokenLoss
 from rope_extend.models.checkpoint_directory import RECORD_NAME
-from rope_extend.training import loop
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
+from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_held_out
 
 
@@ -124,69 +121,36 @@ def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
     assert stock.config.tie_word_embeddings == tied
 
 
-def test_accumulation_equals_a_larger_batch(recipe: Recipe, tmp_path: Path) -> None:
-    recipe = replace(recipe, lora_dropout=0, steps=3)
-    finetune(recipe)
-    other = replace(recipe, batch_size=2, gradient_accumulation=1, output_dir=str(tmp_path / "other"))
-    finetune(other)
-    ours, theirs = weights(recipe.output_dir), weights(other.output_dir)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
-
-
-def test_the_first_step_is_adamw_on_the_mean_loss(recipe: Recipe) -> None:
-    """Compared with an independent step: peft, torch's AdamW and the plain loss on full logits."""
-    recipe = replace(recipe, lora_dropout=0, steps=1, warmup_steps=0, save_every=0, max_grad_norm=1e9)
-    result = finetune(recipe)
-    after = weights(recipe.output_dir)
-
-    from rope_extend import extend
-    from rope_extend.data.blocks import cut_blocks
-    from rope_extend.data.documents import load_documents
-
-    model = AutoModelForCausalLM.from_pretrained(recipe.model)
-    extend(model, TARGET, "yarn")
-    torch.manual_seed(recipe.seed)
-    peft_model = get_peft_model(model, lora_config(model, recipe))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(recipe.model)
-    dataset = cut_blocks(load_documents(recipe.data, tokenizer, min_tokens=TARGET), TARGET)
-    first = [block_index(position, recipe.seed, len(dataset)) for position in range(2)]
-    ids = torch.stack([dataset[index]["input_ids"] for index in first])
-    parameters = [value for value in peft_model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=0.0)
-    loss = peft_model(ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    for name, value in peft_model.state_dict().items():
-        if "lora_" in name:
-            torch.testing.assert_close(after[name.replace(".default", "")], value, atol=1e-6, rtol=1e-3)
-
-
-def test_gradients_are_clipped_and_their_norm_is_from_before(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("optim", "tied"), [("adamw_torch_fused", False), ("adamw_8bit", True)])
+def test_all_weights_are_trained_saved_and_resumed(
+    recipe: Recipe, tmp_path: Path, optim: str, tied: bool
 ) -> None:
-    """AdamW hardly depends on the size of a gradient, so the gradients are compared at its step."""
-    stepped: list[list[torch.Tensor]] = []
-    step = torch.optim.AdamW.step
+    base = tiny_llama(tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
+    recipe = replace(
+        recipe, model=str(tmp_path / "base"), lora_targets="none", lora_dropout=0, optim=optim, steps=4
+    )
+    result = finetune(recipe)
+    before = base.state_dict()
+    assert all(not torch.equal(value, before[name]) for name, value in result.model.named_parameters())
+    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
+    checkpoint = Path(recipe.output_dir, "checkpoints", "checkpoint-4")
+    with torch.no_grad():
+        ours = result.model(ids).logits
+        for path in (recipe.output_dir, checkpoint):
+            assert torch.equal(ours, load(path)(ids).logits)
+        stock = AutoModelForCausalLM.from_pretrained(recipe.output_dir)
+        assert_same_but_rounding(stock(ids).logits, ours)
+    assert stock.config.use_cache
+    assert PreTrainedTokenizerFast.from_pretrained(recipe.output_dir)
+    with pytest.raises(RopeExtendError, match="there is nothing to merge: a model of which all weights"):
+        rx.merge(recipe.output_dir, tmp_path / "merged")
 
-    def record(self: torch.optim.AdamW, *args: Any, **options: Any) -> Any:
-        gradients = [value.grad.clone() for group in self.param_groups for value in group["params"]]
-        if not gradients[0].is_meta:  # not a dry run
-            stepped.append(gradients)
-        return step(self, *args, **options)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    recipe = replace(recipe, steps=1, save_every=0, lora_dropout=0)
-    for name, limit in (("free", 1e9), ("clipped", 1e-3)):
-        finetune(replace(recipe, max_grad_norm=limit, output_dir=str(tmp_path / name)))
-    free, clipped = stepped
-    norm = math.sqrt(sum(float(value.square().sum()) for value in free))
-    assert norm > 1e-2
-    for name in ("free", "clipped"):
-        assert metrics(tmp_path / name)[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for one, other in zip(free, clipped, strict=True):
-        torch.testing.assert_close(other, one * (1e-3 / norm), rtol=1e-4, atol=0)
+    other = replace(recipe, output_dir=str(tmp_path / "other"), save_every=1)
+    finetune(replace(other, steps=2))
+    again = finetune(other, resume=True).model
+    assert_same(dict(again.named_parameters()), dict(result.model.named_parameters()))
 
 
 def test_the_control_run_trains_at_the_old_window(recipe: Recipe) -> None:
@@ -201,7 +165,7 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
     recipe = replace(recipe, dtype="bfloat16", train_norm_embed=True, steps=3, eval_data=recipe.data)
     result = finetune(recipe)
     assert all(1 < value < 1000 for value in result.perplexity.values())
-    state = torch.load(Path(recipe.output_dir, "checkpoints/step-3/optimizer.pt"), weights_only=True)
+    state = torch.load(Path(recipe.output_dir, "checkpoints/checkpoint-3/optimizer.pt"), weights_only=True)
     assert {v.dtype for s in state["state"].values() for v in s.values()} == {torch.float32}
     assert {v.dtype for n, v in weights(recipe.output_dir).items() if "lora" in n} == {torch.float32}
     ids = torch.arange(TARGET)[None]
@@ -214,20 +178,13 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps NaN."""
-    original = loop.TrainingRun._batch
-    forward = NextTokenLoss.forward
-    now = [0]
+    original = RopeTrainer.compute_loss
 
-    def batch(run: Any, number: int) -> Any:
-        now[0] = run.state.step + 1
-        return original(run, number)
+    def loss(trainer: RopeTrainer, *args: Any, **options: Any) -> Any:
+        value = original(trainer, *args, **options)
+        return value * math.nan if trainer.state.global_step + 1 in steps else value
 
-    def loss(self: NextTokenLoss, *args: Any, **kwargs: Any) -> torch.Tensor:
-        value = forward(self, *args, **kwargs)
-        return value * math.nan if now[0] in steps else value
-
-    monkeypatch.setattr(loop.TrainingRun, "_batch", batch)
-    monkeypatch.setattr(NextTokenLoss, "forward", loss)
+    monkeypatch.setattr(RopeTrainer, "compute_loss", loss)
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interruption(
@@ -244,7 +201,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
     assert all(("loss" in line) != ("skipped" in line) for line in lines)
     assert "step 4: the loss is nan" in caplog.text
     saved = {
-        step: load_file(Path(recipe.output_dir, "checkpoints", f"step-{step}", "trainable.safetensors"))
+        step: load_file(
+            Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}", "adapter_model.safetensors")
+        )
         for step in range(1, 9)
     }
     assert_same(saved[3], saved[4])

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import datasets, matplotlib.pyplot, peft, torch
 from transformers.models.llama import modeling_llama
-from rope_extend.training import loop, metrics, resume
+from rope_extend.training import metrics, trainer
 from rope_extend.training.finetune import Recipe, finetune
 
 torch.set_num_threads(1)
@@ -56,10 +56,11 @@ def watch(owner, name, kill_at, file_at=None):
 
 
 def watch_lines(kill_at, original=metrics.Metrics._append):
-    def watched(self, text):
-        original(self, text[:9])
+    def watched(self, line):
+        original(self, line[:9])
         happens("in the middle of a line", kill_at)
-        original(self, text[9:])
+        with self.path.open("ab") as file:
+            file.write(line[9:])
 
     metrics.Metrics._append = watched
 
@@ -70,10 +71,10 @@ def child(recipe, kill_at, log=None):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 1
     try:
-        watch(loop.TrainingRun, "_batch", kill_at)
+        watch(trainer.RopeTrainer, "training_step", kill_at)
         watch_lines(kill_at)
-        watch(resume, "save_file", kill_at, 1)
-        watch(resume, "_torch_save", kill_at, 1)
+        watch(peft.peft_model, "safe_save_file", kill_at, 1)
+        watch(torch, "save", kill_at, 1)
         for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "write_text")):
             watch(owner, name, kill_at)
         finetune(recipe, resume=True)  # also if nothing is there yet, as a job that is queued again
@@ -116,6 +117,7 @@ def run(recipe: Recipe, tmp_path: Path, work: Path, kills: list[Kills]) -> None:
     jobs = [(str(number), one) for number, one in enumerate(kills)]
     arguments = [str(tmp_path / "recipe.yaml"), json.dumps(jobs), str(tmp_path / "report.json")]
     environment = {**os.environ, "HF_DATASETS_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONHASHSEED"] = "0"  # peft writes sets
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, *arguments],
         env=environment, capture_output=True, text=True, timeout=1500, check=False,
@@ -127,7 +129,6 @@ def run(recipe: Recipe, tmp_path: Path, work: Path, kills: list[Kills]) -> None:
 
 def outcome(directory: Path) -> dict[str, Any]:
     """All files of a run, without those that contain times."""
-    assert not list(directory.glob(".saving-*"))
     checkpoints = directory / "checkpoints"
     lines = read_metrics(directory / "metrics.jsonl")
     manifests = {
@@ -145,14 +146,14 @@ def outcome(directory: Path) -> dict[str, Any]:
             (step, name): values
             for step, files in manifests.items()
             for name, values in files.items()
-            if name != "state.json"
+            if name not in ("state.json", "trainer_state.json")  # with times
         },
     }
 
 
 CHAINS: list[Kills] = [
-    [("after _batch", 4)],  # in step 2
-    [("in the middle of _torch_save", 2), ("before fsync", 4), ("before replace", 1)],  # again and again
+    [("after training_step", 4)],  # in step 2
+    [("in the middle of save", 2), ("before fsync", 4), ("before replace", 1)],  # again and again
     [("before rmtree", 2)],
 ]
 
@@ -165,7 +166,7 @@ def test_a_killed_run_ends_bit_for_bit_the_same(recipe: Recipe, tmp_path: Path, 
     """
     run(recipe, tmp_path, work, [[]])
     expected = outcome(tmp_path / "0")
-    assert len(expected["files"]) == 2 * 3
+    assert {"adapter_model.safetensors", "optimizer.pt"} <= {name for _, name in expected["files"]}
     events = json.loads((tmp_path / "0.events").read_bytes())
     kinds: dict[str, list[int]] = {}
     for number, event in enumerate(events, start=1):

@@ -142,7 +142,7 @@ def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path, monkeypatch: 
         return SimpleNamespace(num_processes=1)
 
     monkeypatch.setattr(tuning, "Accelerator", accelerator)
-    tuning._accelerator(Recipe("model", "data", str(tmp_path), 64), tmp_path)
+    tuning._accelerator(Recipe("model", "data", str(tmp_path), 64))
     assert [handler.timeout for handler in options["kwargs_handlers"]] == [PATIENCE]
 
 

@@ -7,13 +7,12 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from accelerate import PartialState, tracking
-from accelerate.tracking import GeneralTracker
-from runs import TARGET, metrics, settings
+from runs import metrics, settings
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
@@ -26,63 +25,54 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(**{**settings(work), "steps": 4, "save_every": 0}, output_dir=str(tmp_path / "run"))
 
 
-class Recorder(GeneralTracker):
+SEEN: list[tuple[str, Any, Any]] = []
+
+
+class Recorder(TrainerCallback):  # type: ignore[misc]
     """A tracker that records what it receives."""
 
-    name = "recorder"
-    requires_logging_directory = False
-    seen: list[tuple[str, Any, Any]]
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        SEEN.append(("start", args.run_name, None))
 
-    def __init__(self, run_name: str) -> None:
-        super().__init__()
-        self.seen.append(("start", run_name, None))
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        SEEN.append(("log", dict(logs), state.global_step))
 
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.seen.append(("config", values, None))
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.seen.append(("log", values, step))
-
-    def finish(self) -> None:
-        self.seen.append(("finish", None, None))
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        SEEN.append(("finish", None, None))
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    """A tracker that is registered like those of accelerate."""
-    Recorder.seen = []
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    """A tracker that is registered like those of transformers."""
+    SEEN.clear()
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "recorder", Recorder)
+    known = integration_utils.get_available_reporting_integrations
+    available = lambda: [*known(), "recorder"]  # noqa: E731
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", available)
     return Recorder
 
 
 def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
     recipe = replace(recipe, trackers=("tensorboard", "recorder"), eval_data=str(work / "data"), eval_every=2)
     finetune(recipe)
-    kinds = [kind for kind, *_ in recorder.seen]
-    assert kinds == ["start", "config", *["log"] * 7, "finish"]
-    assert recorder.seen[0][1] == "rope_extend"
-    assert recorder.seen[1][1]["target_length"] == str(TARGET)
-    logged = [(step, values) for kind, values, step in recorder.seen if kind == "log"]
+    assert [kind for kind, *_ in SEEN] == ["start", *["log"] * 7, "finish"]
+    assert SEEN[0][1] == "run"
+    logged = [(step, values) for kind, values, step in SEEN if kind == "log"]
     assert [step for step, _ in logged] == [0, 1, 2, 2, 3, 4, 4]
     for (step, values), line in zip(logged, metrics(recipe.output_dir), strict=True):
         curve = {f"perplexity/{length}": value for length, value in line.pop("perplexity", {}).items()}
         line.pop("eval_data", None)
         assert curve or line["peak_memory_bytes"] > 2**20
+        values.pop("epoch", None)
         assert {"step": step, **values} == line | curve
     assert list(Path(recipe.output_dir, "tensorboard").rglob("events.*"))
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("comet_ml", "comet-ml")])
-def test_a_missing_tracker_is_named_before_an_accelerator_exists(
+def test_a_missing_tracker_is_named(
     name: str, package: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then accelerate cannot log, and its own check logs."""
-    monkeypatch.setattr(PartialState, "_shared_state", {})
-    monkeypatch.setattr(tracking, "_available_trackers", [])
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
     message = rf"tracker {name} is missing; pip install {package}"
     with pytest.raises(RopeExtendError, match=message):
         check_trackers([name])
@@ -99,10 +89,10 @@ def test_a_missing_tracker_is_named_before_an_accelerator_exists(
 def test_a_tracker_that_does_not_start_is_one_clear_error(
     recipe: Recipe, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Recorder) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("no such server")
 
-    monkeypatch.setattr(recorder, "start", fail)
+    monkeypatch.setattr(recorder, "on_train_begin", fail)
     with pytest.raises(RopeExtendError, match=r"a tracker does not start: no such server.*leave it out"):
         finetune(replace(recipe, trackers=("recorder",)))
 
@@ -130,7 +120,7 @@ def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: 
     assert list(card["after training"]) == [number(value) for value in curves[4].values()]
     assert "before training, extended" not in card
 
-    shutil.rmtree(directory / "checkpoints" / "step-4")
+    shutil.rmtree(directory / "checkpoints" / "checkpoint-4")
     back = finetune(replace(recipe, steps=4), resume=True)
     before = cells((back.output_dir / "README.md").read_text())["before training, extended"]
     assert before == [number(value) for value in curves[0].values()]
@@ -186,7 +176,6 @@ def test_of_the_lines_of_a_repeated_step_the_last_one_counts(tmp_path: Path) -> 
 def test_a_link_in_the_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine\n")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "notes.txt")
-    one = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(RopeExtendError, match=r"cannot write .*metrics.jsonl"):
-        Metrics(tmp_path / "metrics.jsonl", one, 0, {}).write(1, loss=1.0)  # type: ignore[arg-type]
+        Metrics(tmp_path / "metrics.jsonl", 0, {}, writes=True).write(1, loss=1.0)
     assert (tmp_path / "notes.txt").read_text() == "mine\n"

@@ -60,7 +60,7 @@ def with_adapter(run: Recipe, dtype: torch.dtype) -> tuple[Any, Any, torch.optim
     for tensor in (*adapter.parameters(), *adapter.buffers()):
         memory.add(tensor)
     trained = [value for value in adapter.parameters() if value.requires_grad]
-    return model, adapter, torch.optim.AdamW(trained), memory
+    return model, adapter, torch.optim.AdamW(trained, fused=run.optim != "adamw_torch"), memory
 
 
 def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype) -> int:
@@ -92,8 +92,10 @@ def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype) -> 
             (MemoryOptions(True), torch.float32, {"method": "alibi"}),
             (MemoryOptions(), torch.float32, {"method": "linear_attention"}),
             (MemoryOptions(True), torch.float32, {"method": "fire", "method_parameters": {"width": 8}}),
+            (MemoryOptions(True), torch.float32, {"lora_targets": "none"}),
+            (MemoryOptions(), torch.bfloat16, {"lora_targets": "none", "optim": "adamw_torch_fused"}),
         ],
-        8,
+        10,
         4,
     ),
     ids=str,
@@ -307,10 +309,10 @@ def test_a_resumed_run_keeps_its_memory_options(
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
     assert "memory options: gradient checkpointing, MLP in tiles of 16 tokens" in caplog.text
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True, 16))
     finetune(tiny, resume=True)  # without a limit
-    last = Path(tiny.output_dir) / "checkpoints" / "step-2"
+    last = Path(tiny.output_dir) / "checkpoints" / "checkpoint-2"
     assert read_state(last).memory_options == asdict(MemoryOptions(True, 16))
 
 
@@ -347,7 +349,7 @@ def test_a_run_evaluates_in_the_planned_chunks(tiny: Recipe, monkeypatch: pytest
         chunks.append(options["options"].chunk)
         return perplexity(*args, **options)
 
-    monkeypatch.setattr("rope_extend.training.loop.perplexity", spy)
+    monkeypatch.setattr("rope_extend.training.trainer.perplexity", spy)
     finetune(run, limit_memory=room)
     assert chunks == [less.chunk_size] * 2
     assert less.chunk_size < 1024
@@ -367,7 +369,7 @@ def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
     assert result.chosen.total == result.total == plan(tiny).total
     monkeypatch.setattr(planning.StepEstimator, "step", fail)
     finetune(replace(tiny, steps=1))
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))
     with pytest.raises(RopeExtendError, match="cannot estimate the memory of a step"):
         plan(tiny)

@@ -1,0 +1,458 @@
+"""transformers' `Trainer` for long runs: whole checkpoints, a clean stop, and no step that is not finite.
+
+The command, a recipe and `scripts/finetune.py` all train with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import set_seed
+from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from rope_extend.checkpoint.callback import SaveEncodingCallback
+from rope_extend.data.documents import fingerprint
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
+from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.training.metrics import Metrics
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import (
+    PARTIAL,
+    RunState,
+    newest_intact,
+    publish_checkpoint,
+    read_state,
+    unwritten,
+)
+from rope_extend.training.training_data import RunData, source_names
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class FinetuneInterrupted(SystemExit):
+    """A signal ended the run after a step and a checkpoint. Exits with 128 + the number of the signal.
+
+    Attributes:
+        checkpoint: the checkpoint from which the run can be resumed.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path) -> None:
+        super().__init__(128 + signum)
+        self.checkpoint = checkpoint
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe adds to `Trainer`.
+
+    Attributes:
+        recipe: its warm-up, and the limit of skipped steps.
+        data: its documents to evaluate on, and how often each source is read.
+        dtype: dtype of the frozen weights.
+        chunk_size: tokens that an evaluation processes at a time; None for all.
+        base_model: name of the base model, for the record.
+    """
+
+    recipe: Recipe
+    data: RunData
+    dtype: torch.dtype
+    chunk_size: int | None = None
+    base_model: str | None = None
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Trained weights are float32 on a bfloat16 base; autocast computes with them in bfloat16."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+
+class RopeTrainer(Trainer):  # type: ignore[misc]
+    """transformers' `Trainer` for an extended model, with the same arguments.
+
+    It trains what `Trainer` trains, to the bit. In addition:
+
+    - A checkpoint is complete or not there. It has a manifest, and the record of the encoding.
+      `train(resume_from_checkpoint=True)` continues from the newest intact one, or begins if there is none.
+    - Ctrl-C and SIGTERM end `train` by `FinetuneInterrupted`, after the current step and a checkpoint.
+    - A step whose loss or gradient is not finite changes no weight, and too many in a row end the run.
+    - `metrics.jsonl` in the output directory has the loss, tokens per second and memory of each logged step.
+
+    Args:
+        model: the extended model, with or without PEFT.
+        args: as for `Trainer`.
+        run: what a recipe adds; by default nothing.
+        state: the progress of the run; by default that of the checkpoint.
+        options: further arguments of `Trainer`.
+
+    Attributes:
+        progress: the steps and tokens so far, over all sessions.
+        metrics: the latest measurements, and the file of all.
+
+    Raises:
+        RopeExtendError: an argument that needs checkpoints in their final place while they are written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        *,
+        run: Run | None = None,
+        state: RunState | None = None,
+        metrics: Path | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("push_to_hub", "load_best_model_at_end"):
+            refuse_if(
+                bool(getattr(args, name)),
+                f"{name} does not work with RopeTrainer, which gives checkpoints their names when they are "
+                "whole; use transformers' Trainer with SaveEncodingCallback for it",
+            )
+        given = options.pop("callbacks", None) or ()
+        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, _StepCallback(self)]
+        super().__init__(model, args, callbacks=callbacks, **options)
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(_Progress(self))
+        self.run = run
+        self.progress = state or RunState(0, 0, 0.0, "", args.world_size, {})
+        self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
+        self.signals = _Signals()
+        self.loss = self.norm = math.nan
+
+    # Resuming and stopping
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **options: Any) -> Any:
+        """As `Trainer.train`; True resumes from the newest intact checkpoint, or begins if there is none.
+
+        Raises:
+            RopeExtendError: all checkpoints are damaged; one cannot be written; or the loss or gradient is
+                not finite in too many consecutive steps.
+            FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
+        """
+        checkpoint: Any = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = newest_intact(Path(self.args.output_dir))
+        if checkpoint is not None:
+            self.progress = replace(read_state(Path(checkpoint)), **self._described())
+        evaluated: dict[str, Any] = {}
+        if self.run is not None:
+            data = self.run.data
+            evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
+        writes = self.is_world_process_zero()
+        self.metrics = Metrics(self._metrics_path, self.progress.step, evaluated, writes=writes)
+        signals = self.signals
+        try:
+            result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
+        finally:
+            signals.release()
+        if signals.agreed and self.state.global_step < self.state.max_steps:
+            saved = _checkpoint_of(self.args, self.state.global_step)
+            logger.warning(
+                "%s: stopped after step %d of %d and saved %s. To resume, run the same command with --resume "
+                "(resume=True)", signal.Signals(signals.agreed).name, self.state.global_step,
+                self.state.max_steps, saved,
+            )  # fmt: skip
+            raise FinetuneInterrupted(signals.agreed, saved)
+        return result
+
+    def _described(self) -> dict[str, Any]:
+        """What a resumed run says about itself: not its progress."""
+        state = self.progress
+        return {"recipe": state.recipe, "model": state.model, "memory_options": state.memory_options}
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write a checkpoint under another name, which becomes its own when it is complete and on disk."""
+        args, step = self.args, self.state.global_step
+        output, keep = args.output_dir, args.save_total_limit
+        final = _checkpoint_of(args, step)
+        partial = final.with_name(f"{PARTIAL}{step}")
+        try:
+            if args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            args.output_dir, args.save_total_limit = str(partial), None
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                args.output_dir, args.save_total_limit = output, keep
+            self.accelerator.wait_for_everyone()
+            if args.should_save:
+                publish_checkpoint(partial / final.name, final, self.progress, keep=keep)
+        except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
+            if args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise unwritten(final, error) from error
+        self.accelerator.wait_for_everyone()
+
+    # Steps
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """That of a recipe: linear from a tenth, then constant (2306.15595, section 3.1)."""
+        if self.run is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        warmup = self.run.recipe.warmup_steps
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer,
+            lambda step: 1.0 if step >= warmup else 0.1 + 0.9 * step / warmup,
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """As in `Trainer`; a step begins here."""
+        self._started = time.perf_counter()
+        self._total: torch.Tensor | float = 0.0
+        return super().get_batch_samples(*args, **options)
+
+    def autocast_smart_context_manager(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
+        """Autocast as the recipe needs it; without a recipe, accelerate does what the arguments say."""
+        return self.run.autocast(self.args.device) if self.run else nullcontext()
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        """As in `Trainer`; a loss that is not finite does not spoil the mean of the others."""
+        loss: torch.Tensor = super().training_step(*args, **options)
+        self._total = self._total + loss
+        return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """As in `Trainer`; without a finite loss and norm, there is no gradient, so no weight changes."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        self.loss = float(self.accelerator.reduce(torch.as_tensor(self._total), "mean"))
+        if not self._finite:
+            model.zero_grad()
+        return self.norm
+
+    @property
+    def _finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    def step_ended(self) -> None:
+        """Count a step.
+
+        Raises:
+            RopeExtendError: too many consecutive steps were skipped.
+        """
+        before, finite = self.progress, self._finite
+        length = len(self.train_dataset[0]["input_ids"])  # of every block
+        self._step_tokens = self.get_total_train_batch_size(self.args) * length
+        self._step_seconds = time.perf_counter() - self._started
+        state = self.progress = replace(
+            before,
+            step=self.state.global_step,
+            tokens=before.tokens + self._step_tokens,
+            seconds=before.seconds + self._step_seconds,
+            skipped=before.skipped + (not finite),
+            skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
+        )
+        if finite:
+            self.metrics.loss = self.loss
+            return
+        limit = self.run.recipe.max_skipped if self.run else 3
+        problem = f"step {state.step}: the loss is {self.loss} and the norm of the gradient is {self.norm}"
+        if state.skipped_in_a_row > limit:
+            raise RopeExtendError(
+                f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
+                f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
+                f"checkpoints are in {self.args.output_dir}"
+            )
+        logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
+
+    # Measurements
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """As in `Trainer`, with more numbers of a step, which `metrics.jsonl` gets too."""
+        if "loss" not in logs:
+            if self.run is None:  # a recipe's trackers do not get the sums of a whole run
+                super().log(logs, start_time)
+            return
+        state = self.progress
+        if self._finite:
+            logs = {
+                "loss": self.loss,
+                "lr": logs["learning_rate"],
+                "grad_norm": self.norm,
+                "tokens": state.tokens,
+                "tokens_per_second": round(self._step_tokens / self._step_seconds, 1),
+                "peak_memory_bytes": peak_memory_bytes(self.args.device),
+                "seconds": round(state.seconds, 3),
+                **self._epochs(),
+            }
+        else:
+            logs = {"skipped": state.skipped, "tokens": state.tokens}
+        self.metrics.write(state.step, **logs)
+        super().log(logs, start_time)
+
+    def _epochs(self) -> Mapping[str, float]:
+        """How often each of several sources was read."""
+        if self.run is None:
+            return {}
+        read = self.run.data.blocks.epochs(self.progress.step * self.get_total_train_batch_size(self.args))
+        named = zip(source_names(self.run.recipe), read, strict=False)  # one source has no name
+        return {f"epochs/{name}": round(count, 3) for name, count in named}
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Perplexity by length on the documents of the recipe, in every process; or as in `Trainer`."""
+        if self.run is None:
+            return dict(super().evaluate(*args, **options))
+        data, main, step = self.run.data, self.is_world_process_zero(), self.progress.step
+        chunked = RunOptions(chunk=self.run.chunk_size)
+        self.model.eval()
+
+        def measure(model: Any) -> Any:
+            return perplexity(model, data.held_out, data.lengths, options=chunked, progress=main)
+
+        with self.autocast_smart_context_manager():
+            result = gathered(self.model, measure)
+        self.model.train()
+        if self.args.device.type == "cuda":  # the next measurements are of training steps alone
+            torch.cuda.reset_peak_memory_stats(self.args.device)
+        self.metrics.perplexity = result.ppl
+        if not step:
+            self.metrics.before = result.ppl
+        self.metrics.write(step, perplexity=result.ppl, eval_data=self.metrics.evaluated)
+        if main:
+            curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
+            logger.info("step %d: perplexity %s", step, curve)
+        values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
+        super().log(values)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
+        return values
+
+    def evaluates(self, *, last: bool) -> bool:
+        """Whether the recipe evaluates after this step."""
+        if self.run is None or not self.run.data.held_out:
+            return False
+        every = self.run.recipe.eval_every
+        return last or (every > 0 and self.state.global_step % every == 0)
+
+
+def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Result:
+    """Call a function with a model, while FSDP gathers the weights of its outermost module.
+
+    FSDP gathers the weights of a module only in its own forward.
+    """
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not shards:
+        return function(model)
+    forward = vars(model).get("forward")
+    model.forward = lambda: function(model)
+    try:
+        with torch.no_grad():
+            result: _Result = model()
+    finally:
+        del model.forward
+        if forward is not None:
+            model.forward = forward
+    for module in shards:  # FSDP keeps weights of some for a backward pass
+        module.reshard()
+    return result
+
+
+def _checkpoint_of(args: TrainingArguments, step: int) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+class _StepCallback(TrainerCallback):  # type: ignore[misc]
+    """What `RopeTrainer` does between the steps."""
+
+    def __init__(self, trainer: RopeTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Evaluate before the first step, or if no step will lead to an evaluation."""
+        trainer = self.trainer
+        state.compute_steps(args, state.max_steps)  # they may have changed since the checkpoint
+        if state.global_step == 0:
+            if trainer.evaluates(last=True):
+                trainer.evaluate()
+            set_seed(args.seed, device_specific=True)  # dropout differs between processes
+        elif state.global_step == state.max_steps and trainer.evaluates(last=True):
+            assert trainer.run is not None
+            if not set(trainer.run.data.lengths) <= trainer.metrics.perplexity.keys():
+                trainer.evaluate()
+        trainer.signals.catch()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step, and stop after it if a process got a signal."""
+        trainer = self.trainer
+        trainer.step_ended()
+        stop = trainer.signals.agree(trainer.accelerator)
+        last = state.global_step >= state.max_steps
+        control.should_log |= last or trainer.progress.skipped_in_a_row > 0
+        control.should_evaluate |= trainer.evaluates(last=last)
+        if last or stop:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != SaveStrategy.NO
+
+
+class _Progress(ProgressCallback):  # type: ignore[misc]
+    """The bar of `Trainer`, with loss and speed in place of a line for each log."""
+
+    def __init__(self, trainer: RopeTrainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Begin the bar at the present step."""
+        super().on_train_begin(args, state, control, **options)
+        if self.training_bar is not None:
+            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Show loss and speed."""
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix_str(
+                f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
+            )
+
+
+class _Signals:
+    """Records Ctrl-C and SIGTERM until the end of the step; a second one acts at once, as usual."""
+
+    def __init__(self) -> None:
+        self.received = self.agreed = 0
+        self._before: dict[int, Any] = {}
+
+    def agree(self, accelerator: Any) -> int:
+        """The signal that any process received, so that all stop after the same step; 0 for none."""
+        self.agreed = self.received
+        if accelerator.num_processes > 1:
+            signals = torch.tensor([self.received], device=accelerator.device)
+            self.agreed = int(accelerator.gather(signals).max())
+        return self.agreed
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        signal.signal(signum, self._before[signum])
+
+    def catch(self) -> None:
+        """Begin to record signals."""
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
+
+    def release(self) -> None:
+        """Let signals act as they did before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
