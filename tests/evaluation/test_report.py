@@ -290,32 +290,11 @@ def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
     assert compare(rows[0], replace(rows[0], label="c")).differences
 
 
-@pytest.mark.parametrize(
-    "name", sorted({path.parent.name for path in DOCS.glob("results/*/cells.jsonl")} - {"passkeys"})
-)
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in DOCS.glob("results/*/cells.jsonl")))
 def test_the_tables_of_the_results_are_those_of_their_cells(name: str) -> None:
     lines = {line for table in measured(name) for line in table.markdown().splitlines() if line[0:1] == "|"}
     assert len(lines) > {"code": 20}.get(name, 3)
     assert lines <= {*(DOCS / "results.md").read_text().splitlines()}
-
-
-def test_the_table_of_passkeys_is_that_of_its_cells() -> None:
-    """Right answers by depth, which no table of a report has: a report draws them."""
-    found: dict[tuple[str, str, int], dict[float, float]] = {}
-    for cell in committed("passkeys"):
-        for trial in cell["trials"]:
-            depths = found.setdefault((cell["label"], trial["task"], trial["length"]), {})
-            depths[trial["depth"]] = depths.get(trial["depth"], 0) + trial["score"]
-    text = (DOCS / "results.md").read_text()
-    head, _, *rows = re.search(r"^\|.*passkey, 8k.*\n(?:\|.*\n)+", text, re.MULTILINE)[0].splitlines()
-    names = [part.strip().split(", ") for part in head.strip("|").split("|")[1:]]
-    written = {}
-    for label, *counts in ([part.strip() for part in line.strip("|").split("|")] for line in rows):
-        for (task, length), by_depth in zip(names, counts, strict=True):
-            if by_depth != "–":
-                numbers = zip((0, 0.25, 0.5, 0.75, 1), map(int, by_depth.split()), strict=True)
-                written[label, task, 1024 * int(length[:-1])] = dict(numbers)
-    assert written == found
 
 
 def test_the_table_of_the_readme_is_that_of_its_cells() -> None:

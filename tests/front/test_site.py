@@ -84,6 +84,8 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert {str(Path(name).with_suffix(".html")) for name in menu(CONFIG["nav"])} <= set(texts)
     loaded = r"""<(?:img|script|iframe)[^>]*\ssrc="?https?:|<link(?![^>]*canonical)[^>]*\shref="?https?:"""
     assert not [name for name, text in texts.items() if re.search(loaded, text)]
+    assert (made / "search" / "search_index.js").is_file()  # so that the search works from disk
+    assert all('src="../iframe-worker.js"' in texts[f"methods/{name}.html"] for name in rx.encoding_names())
     formulas = [name for name, text in texts.items() if "<math" in text]
     assert {f"methods/{name}.html" for name in rx.encoding_names()} == set(formulas)
     assert "<merror" not in "".join(texts.values())
