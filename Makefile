@@ -30,7 +30,7 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/evaluation/test_chunked_forward.py tests/training/test_step_plan.py \
 	tests/training/test_memory_options.py tests/training/test_finetune.py tests/front/test_bench.py
 
-.PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
+.PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench gpu coder clean
 
 help:
 	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench           speed and memory against named peers"
 	@echo "make docs            the documentation as a site, in build/site/"
 	@echo "make gpu             tests and benchmarks on a CUDA device"
+	@echo "make coder           perplexity and retrieval of Qwen2.5-Coder 1.5B up to 128k, on a CUDA device"
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -91,6 +92,16 @@ lint: .venv/.dev
 gpu:
 	$(GPU_PYTHON) -m pytest -q -m gpu --ignore tests/front -p no:cacheprovider
 	$(GPU_PYTHON) benchmarks/run_benchmarks.py --device cuda --output benchmarks/gpu.jsonl $(NAMES)
+
+# The measurements of a model that people use. Each command stops in time, and continues when it is called again.
+# MODEL is made by tools/packaged_models.py, and CORPUS by tools/code_corpus.py.
+MODEL ?= models/Qwen2.5-Coder-1.5B-Instruct
+CORPUS ?= corpus
+coder:
+	$(GPU_PYTHON) -m rope_extend report configs/results/coder.yaml --model $(MODEL) --data $(CORPUS)/validation \
+		--output docs/results/coder --resume --budget 5min
+	$(GPU_PYTHON) -m rope_extend retrieve configs/results/coder_tasks.yaml --model $(MODEL) --data $(CORPUS)/validation \
+		--output docs/results/coder_tasks --resume --budget 4min
 
 .venv/.docs: .venv/.runtime
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
