@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments,
 
 from rope_extend.attention.packed import check_packed_attention, packed_attention
 from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.peft_models import fingerprint_without_held
 from rope_extend.checkpoint.record import Record
 from rope_extend.checkpoint.restoring import undone_on_failure
-from rope_extend.checkpoint.saving import save
+from rope_extend.checkpoint.saving import save, stock_save
 from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, RESTART
 from rope_extend.data.sampled_positions import PositionCollator
@@ -64,7 +66,8 @@ from rope_extend.training.step_plan import (
 )
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
-from rope_extend.training.training_data import RunBlocks, load_data, source_names
+from rope_extend.training.trainer_data import TrainerBlocks
+from rope_extend.training.training_data import load_data, source_names
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -196,7 +199,7 @@ def _finetune(
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     elif model is None:
         model = cast(Any, load_options.load(recipe.model))
-    share = data.blocks.share_beyond(shape.trained_length)
+    share, collator = data.blocks.share_beyond(shape.trained_length), None
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
         share = collator.share_beyond(shape.trained_length, recipe.length, _COUNTED)
@@ -209,6 +212,11 @@ def _finetune(
         set_seed(recipe.seed)
         trained = adapted(model, recipe, reach)
         record = Record.of(trained, model.config.name_or_path or recipe.model)
+        if sharding.weights and main and not recipe.full:  # later the base weights are spread
+            with TemporaryDirectory() as written:
+                stock_save(trained)(trained, written)
+                known = fingerprint_without_held(trained, record.base_fingerprint, Path(written))
+            record = replace(record, base_fingerprint=known)
         run = Run(recipe, data, dtype, chunk_size, record.base_model)
         with ExitStack() as stack:
             stack.callback(setattr, model.config, "use_cache", getattr(model.config, "use_cache", False))
@@ -219,7 +227,9 @@ def _finetune(
                     with run.autocast(accelerator.device):
                         check_packed_attention(model)
             stack.enter_context(apply_memory_options(model, memory_options))
-            trainer = _trainer(trained, run, state, accelerator)
+            per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
+            blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
+            trainer = _trainer(trained, run, state, blocks, accelerator)
             if main:
                 _log_start(trainer, run, patch, share)
                 if checkpoint is not None:
@@ -233,8 +243,9 @@ def _finetune(
         trained.eval()
         if main:
             save(result, directory, tokenizer if recipe.full else None, overwrite=True, record=record)
-            known = data.trained_on
-            add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=known)
+            add_card(
+                directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on
+            )
             logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
         accelerator.wait_for_everyone()
     return FinetuneResult(
@@ -255,7 +266,9 @@ def _extended(model: Any, recipe: Recipe) -> Iterator[Patch]:
             raise
 
 
-def _trainer(model: Any, run: Run, state: RunState, accelerator: Accelerator) -> RopeTrainer:
+def _trainer(
+    model: Any, run: Run, state: RunState, blocks: TrainerBlocks, accelerator: Accelerator
+) -> RopeTrainer:
     """The trainer of a recipe."""
     recipe, directory = run.recipe, Path(run.recipe.output_dir)
     first, second = recipe.betas
@@ -283,11 +296,10 @@ def _trainer(model: Any, run: Run, state: RunState, accelerator: Accelerator) ->
         accelerator_config={"use_configured_state": True},
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
-    per_step = recipe.batch_size * recipe.gradient_accumulation * Sharding.of(accelerator).replicas
     written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
         model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
-        train_dataset=RunBlocks(recipe, run.data.blocks, per_step), data_collator=default_data_collator,
+        train_dataset=blocks, data_collator=default_data_collator,
         callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 

@@ -9,10 +9,10 @@ import datasets
 import torch
 
 from rope_extend.attention.packed import check_packed_attention
-from rope_extend.data.blocks import Blocks, cut_blocks
+from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document
 from rope_extend.data.given_blocks import MADE
-from rope_extend.data.packing import PackedBlocks, check_packing, ended, packed_blocks
+from rope_extend.data.packing import check_packing, ended, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_meaning
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import current_patch
@@ -89,24 +89,26 @@ def blocks(
 
 
 class TrainerBlocks(torch.utils.data.Dataset[Item]):
-    """What `blocks` returns."""
+    """What `blocks` returns; with a `count`, so many blocks of an endless stream, such as those of a run."""
 
-    def __init__(self, parts: Blocks | PackedBlocks, collator: PositionCollator | None = None) -> None:
+    def __init__(
+        self, parts: Any, collator: PositionCollator | None = None, count: int | None = None
+    ) -> None:
         self._parts, self._collator = parts, collator
+        self._stream, self._count = count is not None, len(parts) if count is None else count
         MADE.add(self)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return self._count
 
     def __getitem__(self, index: int) -> Item:
         number = range(len(self))[index]
         item = dict(self._parts[number])
-        if "position_ids" in item:  # packed
-            return item
         if self._collator is not None:
             return self._collator.placed(item, number)
-        # Without the mask, transformers would take a gap in the positions for the start of another text.
-        return {**item, "attention_mask": torch.ones_like(item["input_ids"])}
+        if "position_ids" in item or self._stream:
+            return item
+        return {**item, "attention_mask": torch.ones_like(item["input_ids"])}  # which TRL needs
 
     def to_dataset(self) -> datasets.Dataset:
         """The same blocks for trainers that take a Hugging Face dataset, such as TRL's; nothing is copied.

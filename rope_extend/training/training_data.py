@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rope_extend.data.blocks import cut_blocks
-from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.choices import UNPACKED
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
-from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import ended, packed_blocks
-from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
 
@@ -37,32 +33,6 @@ class RunData:
     held_out: Sequence[Document]
     lengths: Sequence[int]
     trained_on: int
-
-
-class RunBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The blocks of all steps of a run, in the order in which they are read, with their sampled positions.
-
-    Block number n is the same in every process, in every worker of a data loader, and after every resume.
-
-    Args:
-        recipe: the run.
-        blocks: its endless stream of blocks.
-        per_step: number of blocks of a step, over all processes.
-    """
-
-    def __init__(self, recipe: Recipe, blocks: Mixture, per_step: int) -> None:
-        self._blocks, self._count = blocks, recipe.steps * per_step
-        MADE.add(self)
-        self._collator = None
-        if recipe.positions != CONSECUTIVE:
-            self._collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        item = self._blocks[number]
-        return item if self._collator is None else self._collator.placed(item, number)
 
 
 def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_length: int) -> RunData:
