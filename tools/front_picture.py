@@ -1,6 +1,6 @@
 """The picture of the README: perplexity against length, from committed cells.
 
-    python tools/front_picture.py
+python tools/front_picture.py
 """
 
 from __future__ import annotations
