@@ -241,15 +241,17 @@ class Definition(Task):
 
     def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
         """The package, read as a ring and turned so that the file with the definition begins at `depth`."""
-        least = _CHARACTERS_OF_A_TOKEN * tokens
-        candidates = [text for text in self.haystack if len(text) >= least and _definitions(text)]
-        if not candidates:
+        candidates = [text for text in self.haystack if _definitions(text)]
+        for package in rng.sample(candidates, len(candidates)):  # one that is not repeated in the prompt
+            if len(package) >= _CHARACTERS_OF_A_TOKEN * tokens or len(starts(package)) >= tokens:
+                break
+        else:
             raise RopeExtendError(
-                f"the task {self.name} needs packages of at least {least:,} characters for prompts of "
-                f"{tokens:,} tokens, with a line `# path.py` above each file; give them with --data, such as "
-                "those of tools/code_corpus.py, or shorter lengths"
+                f"the task {self.name} needs a package of at least {tokens:,} tokens, with a line "
+                "`# path.py` above each file; give some with --data, such as those of tools/code_corpus.py, "
+                "or shorter lengths"
             )
-        package = rng.choice(candidates)
+        package = package.rstrip("\n") + "\n"  # so that a path stands in its own line in the ring, too
         at, name = rng.choice(_definitions(package))
         paths: dict[str, str] = {}
 
@@ -257,9 +259,8 @@ class Definition(Task):
             return f"# {paths.setdefault(path[1], _absent(rng, package, 1, lambda: _invented(rng))[0])}.py"
 
         ring = _FILE.sub(invented, package[at:] + package[:at])
-        reach = ring.index(
-            "\n", ring.index(name)
-        )  # the line of the definition is in the prompt, also at its end
+        defined = next(each for each in _DEFINED.finditer(ring) if each[1] == name)
+        reach = ring.index("\n", defined.end())  # the definition is in the prompt, also at its end
 
         def context(size: int) -> str:
             end = ring[-(1 << size.bit_length()) :]  # few lengths, because each text is tokenized
@@ -295,7 +296,7 @@ class Definition(Task):
 _FILE = re.compile(r"^# (\S+\.py)$", re.MULTILINE)
 _DEFINED = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
 _CHARACTERS_OF_A_TOKEN = 5
-"""More than a token of source code has, so that a package is not repeated in a prompt."""
+"""More than a token of source code has: longer packages need not be tokenized to see that they suffice."""
 _NEAR = 2000
 """Maximum distance in characters from the path of a file to the definition that is asked for."""
 
