@@ -209,20 +209,16 @@ def generate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError(f"{arguments.file} is empty; give a file with text")
     check_checkpoint(arguments.model)  # before torch is imported
 
-    import torch
     from transformers import AutoTokenizer
 
     from rope_extend.evaluation.answering import Subjects, answer, long_prompt
     from rope_extend.models.load_options import LoadOptions
     from rope_extend.models.loading import pretrained
 
-    options = LoadOptions(
-        device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        attention=arguments.attention, quantize=arguments.quantize,
-    )  # fmt: skip
     subjects = Subjects.of(
-        arguments.model, options, base_model=arguments.base_model, target_length=arguments.target_length,
-        method=arguments.method, trained_length=arguments.trained_length,
+        arguments.model, LoadOptions.of(arguments), base_model=arguments.base_model,
+        target_length=arguments.target_length, method=arguments.method,
+        trained_length=arguments.trained_length,
     )  # fmt: skip
     if arguments.no_before and not subjects.is_extended:
         raise RopeExtendError(

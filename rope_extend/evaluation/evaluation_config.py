@@ -197,19 +197,9 @@ class ModelConfig(Config):
 
     def load_options(self) -> LoadOptions:
         """How the model is loaded."""
-        import torch
-
         from rope_extend.models.load_options import LoadOptions
 
-        return LoadOptions(
-            device=self.device,
-            device_map=self.device_map,
-            dtype=getattr(torch, self.dtype) if self.dtype else None,
-            attention=self.attention,
-            quantize=self.quantize,
-            limit_memory=self.limit_memory,
-            split_window=self.split_window,
-        )
+        return LoadOptions.of(self)
 
 
 LOAD_FIELDS = ("device", "device_map", "dtype", "attention", "quantize", "limit_memory")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -89,6 +89,12 @@ class LoadOptions:
             raise RopeExtendError(
                 f"attention {self.attention} takes bfloat16 or float16, got float32; set dtype to one of them"
             )
+
+    @classmethod
+    def of(cls, settings: object) -> Self:
+        """The options among the attributes of settings or of a command's arguments, with a dtype by name."""
+        given = {item.name: getattr(settings, item.name, item.default) for item in fields(cls)}
+        return cls(**given | {"dtype": getattr(torch, given["dtype"]) if given["dtype"] else None})
 
     @property
     def torch_device(self) -> torch.device:

@@ -10,17 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rope_extend.checks import FLAG, choice, number, whole
-from rope_extend.config import (
-    COUNT,
-    LENGTH,
-    LENGTHS,
-    MODEL,
-    PATH,
-    POSITIVE_COUNT,
-    SOURCES,
-    TEXT,
-    Config,
-)
+from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, TEXT, Config
 from rope_extend.errors import refuse_if
 from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.load_choices import ATTENTION, DTYPES
@@ -178,12 +168,9 @@ class SearchConfig(Config):
         Raises:
             RopeExtendError: this machine does not support one of the options.
         """
-        import torch
-
         from rope_extend.models.load_options import LoadOptions
 
-        dtype = getattr(torch, self.dtype) if self.dtype else None
-        return LoadOptions(device=self.device, dtype=dtype, attention=self.attention)
+        return LoadOptions.of(self)
 
 
 LOAD_FIELDS = ("device", "dtype", "attention")

@@ -149,10 +149,13 @@ STEPS = ("open", "os.mkdir", "os.rename", "os.link", "os.truncate")
 
 
 class Fault:
-    """Raises once, at the n-th write below a directory."""
+    """Raises once, at the n-th write below a directory; `killed` is a copy of it as a kill would leave it."""
 
-    def __init__(self, below: Path, number: int, error: BaseException, *, clearing: bool = False) -> None:
-        self.below, self.number, self.error = str(below.resolve()), number, error
+    def __init__(
+        self, below: Path, number: int, error: BaseException, *, clearing: bool = False,
+        killed: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.below, self.number, self.error, self.killed = str(below.resolve()), number, error, killed
         self.steps = (*STEPS, "os.remove", "os.rmdir") if clearing else STEPS
         self.count = 0
 
@@ -167,4 +170,6 @@ class Fault:
             return
         self.count += 1
         if self.count == self.number:
+            if self.killed is not None and os.path.exists(self.below):
+                shutil.copytree(self.below, self.killed)
             raise self.error
