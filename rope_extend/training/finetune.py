@@ -20,6 +20,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, default_data_collator
 
 from rope_extend.attention.packed import check_packed_attention, packed_attention
+from rope_extend.attention.split_window import split_window
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.peft_models import fingerprint_without_held
 from rope_extend.checkpoint.record import Record
@@ -29,7 +30,7 @@ from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, RESTART
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.data.sources import check_outside
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
@@ -169,7 +170,7 @@ def _finetune(
     accelerator = _accelerator(recipe)
     main = accelerator.is_main_process
     dtype = weights_dtype(recipe, accelerator.device)
-    sharding = Sharding.of(accelerator)
+    sharding = Sharding.of(accelerator, recipe.split_window)
     shape, reach = check_recipe(recipe, model, dtype, sharding)
     load_options = LoadOptions(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
@@ -226,6 +227,10 @@ def _finetune(
                 if main or not sharding.loaded_once:
                     with run.autocast(accelerator.device):
                         check_packed_attention(model)
+            if sharding.split:
+                whole = sharding.parts == sharding.ranks
+                group = None if whole else torch.distributed.new_subgroups(sharding.parts)[0]
+                stack.enter_context(split_window(model, group))
             stack.enter_context(apply_memory_options(model, memory_options))
             per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
             blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
@@ -317,6 +322,11 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = F
         RopeExtendError: the recipe does not work with its model, the package of a tracker is missing on the
             machine that is planned for, or the model's family does not run on the meta device.
     """
+    refuse_if(
+        recipe.split_window > 1,
+        f"the memory of steps that {recipe.split_window} processes share is not estimated; plan with "
+        "split_window 1: each process then holds all weights, and that many times less of what a block needs",
+    )
     expand_segments()  # as the run does, before anything asks the device
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
@@ -399,7 +409,7 @@ def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> No
     recipe, window = run.recipe, patch.shape.trained_length
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
     trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
-    sequences = trainer.get_total_train_batch_size(trainer.args)
+    sequences = trainer.sequences
     logger.info(
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,

@@ -112,7 +112,7 @@ class Recipe(Config):
             "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
         ),
         "memory": (
-            "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints",
+            "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints", "split_window",
         ),
         "evaluation": ("eval_data", "eval_lengths", "eval_every", "eval_documents", "eval_split"),
         "checkpoints and logs": (
@@ -264,6 +264,11 @@ class Recipe(Config):
         "keep the inputs of recomputed layers in host memory; auto does so on a GPU if the step would not "
         "fit without it",
     ] = AUTO
+    split_window: Annotated[
+        int,
+        POSITIVE_COUNT,
+        "processes that share each block, each with a part of its tokens; start them with torchrun",
+    ] = 1
     quantize: Annotated[
         str | None, choice("4bit"), "quantize the frozen weights on load (NF4, by bitsandbytes)"
     ] = None

@@ -6,6 +6,7 @@ name                   what a process holds                            turned on
 data parallel (DDP)    all weights, other sequences                    several processes
 FSDP2                  a part of the weights, other sequences          `fsdp_version: 2`
 context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
+split window           all weights, a part of each sequence            `split_window` of the recipe
 =====================  ==============================================  ====================================
 
 `Trainer` and accelerate do the work. Here is what they do not check.
@@ -22,6 +23,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from rope_extend.attention.foreign_splits import ring_refusal
+from rope_extend.attention.split_window import check_split
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import refuse_if
 from rope_extend.loss import causal_lm
@@ -36,10 +38,11 @@ class Sharding:
 
     Attributes:
         weights: whether the weights are spread over the processes (FSDP2).
-        parts: number of processes that share each sequence by ring attention (`cp_size`).
+        parts: number of processes that share each sequence, by ring attention (`cp_size`) or `split_window`.
         loaded_once: whether only the first process reads the weights and sends them to the others.
         ranks: number of processes.
         rank: number of this process.
+        split: whether processes share sequences by `split_window`.
     """
 
     weights: bool = False
@@ -47,10 +50,15 @@ class Sharding:
     loaded_once: bool = False
     ranks: int = 1
     rank: int = 0
+    split: bool = False
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> Self:
+    def of(cls, accelerator: Accelerator, window: int = 1) -> Self:
         """The sharding that `accelerate` is configured for.
+
+        Args:
+            accelerator: the connected processes.
+            window: `split_window` of the recipe.
 
         Raises:
             RopeExtendError: it is none of the above, or accelerate runs with another configuration.
@@ -70,15 +78,23 @@ class Sharding:
             f"{see}": kind in (DistributedType.MEGATRON_LM, DistributedType.DEEPSPEED),
             f"fine-tuning does not support tensor parallelism (tp_size {tensor}); use FSDP2": tensor > 1,
             f"cp_size needs FSDP2 on GPUs: {see}/context_parallel.yaml": parts > 1 and not fsdp2,
+            f"split_window {window} needs {window} processes, or a multiple, and {accelerator.num_processes} "
+            f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
+                accelerator.num_processes % window != 0
+            ),
+            f"split_window {window} cannot be combined with FSDP; leave one of the two out": (
+                window > 1 and bool(fsdp2)
+            ),
         }
         for problem, wrong in refusals.items():
             refuse_if(wrong, problem)
         return cls(
             weights=bool(fsdp2),
-            parts=parts,
+            parts=max(parts, window),
             loaded_once=fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading),
             ranks=accelerator.num_processes,
             rank=accelerator.process_index,
+            split=window > 1,
         )
 
     @property
@@ -102,7 +118,9 @@ class Sharding:
             "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
             "trained embedding from the head that is tied to it; set it to false in accelerate's config",
         )
-        if self.parts == 1:
+        if self.split:
+            check_split(model, self.parts)
+        if self.split or self.parts == 1:
             return
         setting = f"cp_size {self.parts}"
         config = causal_lm(model).config.get_text_config(decoder=True)

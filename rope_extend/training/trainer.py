@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from rope_extend.attention.split_window import current_split
 from rope_extend.checkpoint.callback import SaveEncodingCallback
 from rope_extend.data.documents import fingerprint
 from rope_extend.errors import RopeExtendError, refuse_if
@@ -217,6 +218,18 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
+        """As in `Trainer`; processes that share each window get the same blocks."""
+        sampler, split = super()._get_train_sampler(*args, **options), current_split(self.model)
+        return sampler if split is None else split.sampler(sampler, self.args.per_device_train_batch_size)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of a step, in all processes."""
+        split = current_split(self.model)
+        count: int = self.get_total_train_batch_size(self.args)
+        return count if split is None else count // split.processes.size
+
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         """As in `Trainer`; a step begins here."""
         self._started = time.perf_counter()
@@ -254,7 +267,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """
         before, finite = self.progress, self._finite
         length = len(self.train_dataset[0]["input_ids"])  # of every block
-        self._step_tokens = self.get_total_train_batch_size(self.args) * length
+        self._step_tokens = self.sequences * length
         self._step_seconds = time.perf_counter() - self._started
         state = self.progress = replace(
             before,
@@ -306,7 +319,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """How often each of several sources was read."""
         if self.run is None:
             return {}
-        read = self.run.data.blocks.epochs(self.progress.step * self.get_total_train_batch_size(self.args))
+        read = self.run.data.blocks.epochs(self.progress.step * self.sequences)
         named = zip(source_names(self.run.recipe), read, strict=False)  # one source has no name
         return {f"epochs/{name}": round(count, 3) for name, count in named}
 

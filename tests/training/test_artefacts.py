@@ -217,9 +217,9 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
 
 @pytest.mark.slow
 def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ranks=2))
+    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(ranks=2))
     with pytest.raises(RopeExtendError, match=r"was written by 1 processes, and this run has 2; launch 1"):
         finetune(recipe, resume=True)
-    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(parts=2))
+    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(parts=2))
     with pytest.raises(RopeExtendError, match=r"in 1 parts, and this run has 2.*same cp_size"):
         finetune(recipe, resume=True)

@@ -24,7 +24,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.record import read_record
-from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, finetune, plan
 from rope_extend.training.sharding import Sharding
 
 FSDP = {
@@ -176,6 +176,28 @@ def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recip
 
 
 @pytest.mark.slow
+def test_a_split_window_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Both processes have a part of each block, so the same steps, tokens and perplexities as one process."""
+    ones = [in_one_process(way) for way in WAYS if way != "bfloat16"]  # rounds sums of parts otherwise
+    twos = [
+        replace(one, split_window=2, output_dir=str(tmp_path / f"split {n}")) for n, one in enumerate(ones)
+    ]
+    paths = [written(two, tmp_path) for two in twos]
+    launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
+    for one, two in zip(ones, twos, strict=True):
+        assert_close(two, one)
+
+
+def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
+    with pytest.raises(
+        RopeExtendError, match=r"split_window 2 needs 2 processes.*and 1 found each other; start torchrun"
+    ):
+        finetune(replace(recipe, split_window=2))
+    with pytest.raises(RopeExtendError, match=r"steps that 2 processes share is not estimated"):
+        plan(replace(recipe, split_window=2))
+
+
+@pytest.mark.slow
 def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
     ones = [in_one_process(way) for way in WAYS]
@@ -258,7 +280,7 @@ CUT = Sharding(weights=True, parts=2, ranks=2)
 def test_what_cannot_be_cut_is_refused_before_weights_are_loaded(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sharding, "of", lambda _: CUT)
+    monkeypatch.setattr(Sharding, "of", lambda *_: CUT)
     with pytest.raises(RopeExtendError, match=r"parts of a sequence \(cp_size 2\).*acts inside attention"):
         finetune(replace(recipe, method="alibi"))
     assert not Path(recipe.output_dir).exists()
