@@ -227,6 +227,12 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
         finetune(replace(recipe, steps=9), resume=True)
 
 
+def test_checkpoints_of_an_earlier_version_are_refused_in_words(recipe: Recipe) -> None:
+    Path(recipe.output_dir, "checkpoints", "step-4").mkdir(parents=True)
+    with pytest.raises(RopeExtendError, match=r"cannot resume from .*step-4: an earlier version .*output"):
+        finetune(recipe, resume=True)
+
+
 def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
     directory = Path(recipe.output_dir)
     directory.mkdir()
