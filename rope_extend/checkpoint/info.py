@@ -14,10 +14,7 @@ from transformers import AutoConfig
 
 from rope_extend.checkpoint.record import check_agreement, read_record
 from rope_extend.checkpoint.restoring import apply_record
-from rope_extend.encodings import (
-    RopeEncoding,
-    RopeShape,
-)
+from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import RECORD_NAME, is_adapter, is_model, is_recorded

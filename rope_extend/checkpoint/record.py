@@ -17,12 +17,7 @@ from typing import Any, Self, cast
 from packaging.version import InvalidVersion, Version
 from torch import nn
 
-from rope_extend.checkpoint.manifest import (
-    config_digests,
-    locate,
-    read_json,
-    weight_digests,
-)
+from rope_extend.checkpoint.manifest import config_digests, locate, read_json, weight_digests
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore

@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextStreamer,
-)
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.checkpoint.hub import base_name

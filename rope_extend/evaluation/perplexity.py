@@ -22,12 +22,7 @@ import torch
 from rope_extend.data.documents import Document, fingerprint, once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.loss_computer import (
-    LossComputer,
-    RunOptions,
-    evaluation_mode,
-    peak_memory_bytes,
-)
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, evaluation_mode, peak_memory_bytes
 from rope_extend.evaluation.protocols import (
     Protocol,
     Settings,

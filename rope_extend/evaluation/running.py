@@ -14,14 +14,7 @@ from typing import Any
 from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
-from rope_extend.evaluation.cells import (
-    PERPLEXITY,
-    RETRIEVAL,
-    Cell,
-    CellStore,
-    check_resumed,
-    our_parts,
-)
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, CellStore, check_resumed, our_parts
 from rope_extend.evaluation.collecting import collect
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
