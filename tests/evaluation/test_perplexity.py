@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from cases import tiny_model
-from covering import few
 from family_cases import ALL_FAMILIES
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
@@ -337,20 +336,6 @@ def sliding(window: int) -> Qwen2ForCausalLM:
             layer_types=["full_attention", "sliding_attention"] * 2,
         )
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 13, 32, 99])
-@pytest.mark.parametrize("make", [tiny, lambda: sliding(10)], ids=["full", "sliding window"])
-@pytest.mark.parametrize("method", few((None, "yarn", "dynamic_ntk"), 3, 2))
-def test_chunks_with_a_cache_give_what_one_forward_gives(make, method: str | None, chunk: int) -> None:
-    model, documents = make(), texts(100, 100)
-    with nullcontext() if method is None else rx.extend(model, 128, method):
-        whole = measure(model, documents, [50, 100], save_losses=True)
-        result = measure(model, documents, [50, 100], chunk=chunk, save_losses=True)
-    assert result.forward_tokens == whole.forward_tokens
-    assert result.passes == 1
-    for one, other in zip(result.losses[100], whole.losses[100], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
 
 
 def test_tables_that_change_with_the_length_are_not_processed_in_chunks(

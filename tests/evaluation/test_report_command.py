@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +59,6 @@ def test_from_a_model_to_a_verdict(
     run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
     assert len(read_results(tmp_path / "report")) == 2
     assert len((tmp_path / "report" / "cells.jsonl").read_text().splitlines()) == 1 + 4
-
-
-def test_an_old_study_stays_until_the_model_is_loaded(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(work / "model", tmp_path / "model")
-    shutil.copytree(work / "data", tmp_path / "data")
-    command = f"{COMMAND.replace('none,yarn', 'none')} --data {{data}} --output {{out}}/report"
-    run(command, tmp_path, tmp_path)
-    before = {path: path.read_bytes() for path in (tmp_path / "report").rglob("*") if path.is_file()}
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    fail(f"{command} --overwrite", tmp_path, tmp_path, capsys)
-    assert {path: path.read_bytes() for path in before} == before
 
 
 def interrupt_after(count: int) -> Any:

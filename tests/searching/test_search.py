@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
-from commands import Commands
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
@@ -164,28 +160,6 @@ def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
     assert json.loads(json.dumps(again.to_dict()["rows"])) == written["rows"]
     longer = settings(work, output, **{**SMALL, "iterations": 3})
     assert rx.search(longer, resume=True, progress=False).cost.evaluations > again.cost.evaluations
-
-
-@pytest.mark.slow
-def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path, commands: Commands) -> None:
-    output = tmp_path / "out"
-    words = [
-        "search", str(work / "model"), "--target-length", str(TARGET), "--data", str(work / "data"),
-        "--documents", "1", "--holdout", "2",
-        *(word for name, value in SMALL.items() for word in (f"--{name}", str(value))), "--output",
-    ]  # fmt: skip
-    process = commands.start(*words, str(output))
-    while not ((output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > 5):
-        os.kill(process, 0)  # raises if it has ended
-        time.sleep(0.01)
-    os.kill(process, signal.SIGKILL)
-    assert commands.wait() == -signal.SIGKILL  # it was not finished
-    assert not (output / "encoding.json").exists()
-    commands.run(*words, str(output), "--resume")
-    commands.run(*words, str(tmp_path / "whole"))
-    assert unlike_time(output) == unlike_time(tmp_path / "whole")
-    encodings = [(path / "encoding.json").read_bytes() for path in (output, tmp_path / "whole")]
-    assert encodings[0] == encodings[1]
 
 
 def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: Path) -> None:
