@@ -93,7 +93,9 @@ class LoadOptions:
     @classmethod
     def of(cls, settings: object) -> Self:
         """The options among the attributes of settings or of a command's arguments, with a dtype by name."""
-        given = {item.name: getattr(settings, item.name, item.default) for item in fields(cls)}
+        given: dict[str, Any] = {
+            item.name: getattr(settings, item.name, item.default) for item in fields(cls)
+        }
         return cls(**given | {"dtype": getattr(torch, given["dtype"]) if given["dtype"] else None})
 
     @property
