@@ -54,7 +54,6 @@ def test_a_write_that_fails_at_any_step_leaves_the_old_or_the_new(
         if there:
             shutil.copytree(checkpoints / "full", target)
             (target / "notes.txt").write_text("mine")
-            (target / "model_best.safetensors").symlink_to(checkpoints / "full" / "config.json")
 
     begin()
     before, failures = contents(tmp_path), 0
@@ -80,7 +79,6 @@ def test_a_write_that_fails_at_any_step_leaves_the_old_or_the_new(
         # The failed step was optional, such as the card, or the save was complete and was cleaning up.
         rx.load(target)
         assert not there or (target / "notes.txt").read_text() == "mine"
-        assert not there or (target / "model_best.safetensors").is_symlink()
         begin()
     assert not raised
     assert failures > 10

@@ -52,11 +52,7 @@ def test_two_saves_into_one_directory_do_not_mix(tmp_path: Path, overwrite: bool
 
 
 def test_files_that_only_look_like_weights_stay(tmp_path: Path) -> None:
-    ours = (
-        "config.json", "model.safetensors", SHARD, "model.safetensors.index.json", "pytorch_model.bin",
-        "adapter_config.json", "adapter_model.safetensors", "encoding.safetensors", "generation_config.json",
-        "rope_extend.json",
-    )  # fmt: skip
+    ours = ("config.json", "model.safetensors", SHARD, "model.safetensors.index.json", "pytorch_model.bin")
     mine = (
         "model_best_backup.safetensors", "model.fp16.safetensors", "model-old.safetensors",
         "adapter_model_v1.safetensors", "pytorch_model.bin.bak", "model.safetensors.txt",
