@@ -228,9 +228,8 @@ def _finetune(
                     with run.autocast(accelerator.device):
                         check_packed_attention(model)
             if sharding.split:
-                whole = sharding.parts == sharding.ranks
-                group = None if whole else torch.distributed.new_subgroups(sharding.parts)[0]
-                stack.enter_context(split_window(model, group))
+                connected: Any = torch.distributed  # new_subgroups has no types
+                stack.enter_context(split_window(model, connected.new_subgroups(sharding.parts)[0]))
             stack.enter_context(apply_memory_options(model, memory_options))
             per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
             blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
