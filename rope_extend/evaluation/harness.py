@@ -58,7 +58,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
     ) -> None:
         if (method is None) != (target_length is None):
             raise RopeExtendError(
-                f"method and target_length belong together; got method={method}, target_length={target_length}"
+                f"method and target_length belong together; got {method!r} and {target_length!r}"
             )
         options = None if device in (None, "cuda", "cuda:0") else LoadOptions(device=device)
         model, tokenizer = (
