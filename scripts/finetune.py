@@ -29,6 +29,8 @@ parser.add_argument("--resume", action="store_true", help="continue from the lat
 
 
 def main(args: argparse.Namespace) -> None:
+    if min(args.steps, args.batch_size) < 1:
+        parser.error("--steps and --batch-size must be at least 1")
     # A checkpoint that was interrupted while it was written has no state: that is written last.
     complete = [state.parent for state in Path(args.output).glob("checkpoint-*/trainer_state.json")]
     latest = max(complete, key=lambda path: int(path.name[11:]), default=None) if args.resume else None

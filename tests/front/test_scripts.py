@@ -79,6 +79,7 @@ def test_training_replaces_nothing(flags: list[str], said: str, scripts: Scripts
 
 MISTAKES = {
     "an extension": (f"{FINETUNE} MODEL DATA --target-length 16", "must exceed the trained window"),
+    "no step": (f"{FINETUNE} MODEL DATA --target-length 64 --steps 0", "must be at least 1"),
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
@@ -151,7 +152,7 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     run, data, table = tmp_path / "run", work / "data", tmp_path / "out" / "table.csv"
     run.mkdir()  # as a run that failed leaves it
     scripts.run(FINETUNE, subject, data, "--target-length", 64, "--steps", 2, "--output", run)
-    words = [data, "--lengths", "16,32", "64", "--documents", 2, "--output", table.parent]
+    words = [data, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
     said = scripts.run(EVALUATE, run, *words).splitlines()
     head, ours, control = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
