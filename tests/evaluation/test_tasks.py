@@ -282,7 +282,7 @@ def test_a_chat_template_that_fails_is_one_sentence() -> None:
     for template in ("{{ raise_exception('no system') }}", {"a": "", "b": ""}):
         failing = copy.deepcopy(PLAIN)
         failing.chat_template = template
-        with pytest.raises(RopeExtendError, match="chat template fails: .*--chat off"):
+        with pytest.raises(RopeExtendError, match=r"chat template fails: .*--chat off"):
             make_prompt(Passkey(), failing, 300)
 
 
