@@ -51,12 +51,10 @@ def parse_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex]) 
     Raises:
         RopeExtendError: a length that `parse_length` refuses.
     """
-    if isinstance(lengths, str):
-        return parse_lengths(re.split(r"[\s,]+", lengths.strip()))
-    several = lengths if isinstance(lengths, Iterable) else [lengths]
-    # What a program gets from `--lengths 4k,8k 16k` is a list, too.
-    parts = (part for each in several for part in (each.split(",") if isinstance(each, str) else [each]))
-    return sorted({parse_length(part) for part in parts})
+    several = [lengths] if isinstance(lengths, str) or not isinstance(lengths, Iterable) else lengths
+    # What a program gets from `--lengths 4k, 8k` is a list with a comma in it.
+    parts = (re.findall(r"[^\s,]+", each) or [each] if isinstance(each, str) else [each] for each in several)
+    return sorted({parse_length(part) for each in parts for part in each})
 
 
 def format_length(tokens: int) -> str:

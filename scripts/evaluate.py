@@ -33,6 +33,10 @@ def main(args: argparse.Namespace) -> None:
     control = rx.current_patch(rx.load_any(args.control_adapter or base, base_model=base, empty=True))
     if control and control.target_length > window:
         parser.error(f"the control {args.control_adapter} was trained beyond the old window, {window}")
+    if lengths[-1] > window:  # at its own window, both rows keep losses in the blocks of the control
+        lengths = sorted({window, *lengths})
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
 
     tokenizer = rx.load_tokenizer(args.model)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
@@ -49,8 +53,6 @@ def main(args: argparse.Namespace) -> None:
         name = f"{Path(args.control_adapter or base).name}, context cropped to {window}"
         rows[name] = rx.perplexity(model, documents, lengths, protocol="cropped", window=window)
 
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["row", *lengths])

@@ -29,6 +29,8 @@ parser.add_argument("--resume", action="store_true", help="continue from the lat
 
 
 def main(args: argparse.Namespace) -> None:
+    if min(args.steps, args.batch_size) < 1:
+        parser.error("--steps and --batch-size must be at least 1")
     output = Path(args.output)
     resumes = args.resume and any(output.glob("checkpoint-*"))
     if not resumes and output.is_dir() and any(output.iterdir()):

@@ -22,6 +22,8 @@ parser.add_argument("--max-new-tokens", type=int, default=200)
 def main(args: argparse.Namespace) -> None:
     if (args.method is None) != (args.target_length is None):
         parser.error("--method and --target-length belong together")
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1; got {args.max_new_tokens}")
     tokenizer = rx.load_tokenizer(args.model)
     ids = tokenizer(args.prompt.read_text(encoding="utf-8"), return_tensors="pt", verbose=False)["input_ids"]
     if not ids.numel():

@@ -263,8 +263,10 @@ def lm_eval(arguments: argparse.Namespace) -> None:
 
     from rope_extend.evaluation.harness import run_harness
 
-    given = {"pretrained": arguments.model, "base_model": arguments.base_model, "method": arguments.method}
-    run_harness({**given, "target_length": target}, arguments.lengths, arguments.others)
+    given = {"pretrained": arguments.model, "base_model": arguments.base_model}
+    if arguments.method is not None:
+        given |= {"method": arguments.method, "target_length": target}
+    run_harness(given, arguments.lengths, arguments.others)
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:

@@ -56,6 +56,10 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
         device: str | None = None,
         **more: Any,
     ) -> None:
+        if (method is None) != (target_length is None):
+            raise RopeExtendError(
+                f"method and target_length belong together; got {method!r} and {target_length!r}"
+            )
         options = None if device in (None, "cuda", "cuda:0") else LoadOptions(device=device)
         model, tokenizer = (
             load_any(pretrained, base_model=base_model, options=options),
@@ -78,6 +82,11 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
         with evaluation_mode(self.model) as device, torch.no_grad():
             computer, found = LossComputer(self.model, device), []
             for text, context, continuation in tqdm(requests, disable=disable_tqdm):
+                if len(continuation) > self.max_length:  # a part of it would be scored
+                    raise RopeExtendError(
+                        f"a continuation of {len(continuation)} tokens does not fit into the window of "
+                        f"{self.max_length}; give a longer max_length or window, or leave the task out"
+                    )
                 found.append(self._score(computer, context, continuation))
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, found[-1])
@@ -87,7 +96,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
         self, computer: LossComputer, context: list[int], continuation: list[int]
     ) -> tuple[float, bool]:
         tokens = torch.tensor([*context, *continuation][-(self.max_length + 1) :], device=computer.device)
-        first, start = len(tokens) - min(len(continuation), self.max_length), 0
+        first, start = len(tokens) - len(continuation), 0
         piece = max(1, computer.chunk_bytes // (4 * computer.vocabulary))
         total, likely = 0.0, True
         for states in computer.hidden(tokens[None, :-1]):

@@ -114,10 +114,9 @@ def perplexity(
     edges = control_edges(sizes, blocks, window) if rule.nested else []
     tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), window) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    configs = (lm.config.get_text_config(decoder=True), lm.config) if rule.bos else ()
-    bos = next(
-        (token for each in configs if (token := getattr(each, "bos_token_id", None)) is not None), None
-    )
+    # The config of a decoder may have the default of its family, and another one the token of this model.
+    configs = (lm.config.get_text_config(decoder=True), lm.config, getattr(lm, "generation_config", None))
+    bos = [getattr(each, "bos_token_id", None) for each in configs] if rule.bos else []
     with ExitStack() as stack:
         if options.bar is None:
             bar = progress_bar(
@@ -130,7 +129,7 @@ def perplexity(
         computer = LossComputer(model, device, options)
         started = time.perf_counter()
         for text, windows in zip(texts, passes, strict=True):
-            first = bos if bos is not None and int(text.input_ids[0]) == bos else None
+            first = next((token for token in bos if token == int(text.input_ids[0])), None)
             losses = computer.document(text.name, text.input_ids, windows, first)
             for tally, of_pass, values in zip(tallies, windows, losses, strict=True):
                 tally.add(of_pass, values)

@@ -30,8 +30,10 @@ CHAT = ("auto", "on", "off")
 
 _DAY = datetime(2024, 7, 26)
 """Today, for chat templates that ask, so that prompts are the same tomorrow. It is Llama 3.2's default."""
-_DATES = "".join(f" | replace('%{each}', '{_DAY.strftime('%' + each)}')" for each in "YymBbdAaHIMSpj")
-_ON_THAT_DAY = f"{{%- macro strftime_now(format) -%}}{{{{ format{_DATES} }}}}{{%- endmacro %}}\n"
+_DATES = "".join(f" | replace('%{each}', '{_DAY.strftime('%' + each)}')" for each in "FTDRYymBbdeAaHIMSpj")
+_ON_THAT_DAY = (
+    f"{{%- macro strftime_now(format) -%}}{{{{ format | replace('%-', '%'){_DATES} }}}}{{%- endmacro %}}\n"
+)
 """Replaces the function that gives the date to a template. transformers drops one that is passed by name."""
 
 
@@ -281,6 +283,8 @@ def make_prompt(
         seed: random seed. The prompt follows from it and all of the above.
         chat: `auto`, `on` or `off`; see `uses_chat`.
     """
+    from rope_extend.models.loading import one_error  # imports torch
+
     if depth is not None and not 0 <= depth <= 1:
         raise RopeExtendError(f"depth must be between 0 and 1, got {depth}")
     depth = depth if task.has_depth else None
@@ -297,7 +301,8 @@ def make_prompt(
 
     draft = task.draft(rng, 0.5 if drawn is None else drawn, max(1, prompt_tokens), starts)
 
-    template = tokenizer.get_chat_template() if use_chat else ""
+    with one_error("the tokenizer's chat template fails", "Leave it out: --chat off, or chat='off'"):
+        template = tokenizer.get_chat_template() if use_chat else ""
     template = _ON_THAT_DAY + template if "strftime_now" in template else None
 
     def write(size: int, dots: int = 0) -> str:
@@ -305,9 +310,10 @@ def make_prompt(
         if not use_chat:
             return request + draft.lead
         turn = [{"role": "user", "content": request}]
-        text: str = tokenizer.apply_chat_template(
-            turn, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        with one_error("the tokenizer's chat template fails", "Leave it out: --chat off, or chat='off'"):
+            text: str = tokenizer.apply_chat_template(
+                turn, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
         return text + draft.lead.lstrip()
 
     @cache  # a task that fills by lines writes the same text for several sizes

@@ -175,7 +175,8 @@ class PerplexityResult:
 
         At each length these are the targets from the control's window to that length, in the pass over the
         longest one. Within the window both are predicted from the same tokens, which would only hide the
-        difference. Empty if the two cannot be compared: on other documents, or with other lengths.
+        difference. Empty if the two cannot be compared: on other documents, or with other lengths, one of
+        which must be that window.
         """
         sums = [(length, self.beyond(control, length)) for length in sorted(self.ppl)]
         return [paired(length, *(each.tolist() for each in found)) for length, found in sums if found]

@@ -98,13 +98,14 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
 
     Raises:
         RopeExtendError: the control was not cropped, no length is beyond its window, or the two were measured
-            on different texts.
+            on different texts, or in other blocks: the window must be one of the lengths.
     """
     differences = result.against(control) if control.cropped else []
     if not differences:
         raise RopeExtendError(
-            "verdict compares a result with its control: on the same texts and lengths, of which the longest "
-            f"exceeds the control's window; got {result!r} and {control!r}, window {control.window}"
+            "verdict compares a result with its control: on the same texts and lengths, of which one is the "
+            f"control's window and the longest exceeds it; got {result!r} and {control!r}, window "
+            f"{control.window}"
         )
     base = EvaluationRow("the control", result=control, trained_length=control.window)
     change = differences[-1]

@@ -89,6 +89,11 @@ def test_a_continuation_has_the_likelihood_of_a_naive_forward(
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-4)
         assert likely == most_likely
     assert found[-1][1]
+    with pytest.raises(rx.RopeExtendError, match=f"{WINDOW + 1} tokens .* window of {WINDOW}"):
+        lm._loglikelihood_tokens([(("", ""), ids[:1], ids[: WINDOW + 1])], disable_tqdm=True)
+    for half in ({"method": "yarn"}, {"target_length": "1k"}):
+        with pytest.raises(rx.RopeExtendError, match="method and target_length belong together"):
+            ExtendedLM(str(MODEL_DIR), **half)
     assert sum(rows) == 7 + 299 + 5 + 1  # logits of the continuations alone
     prompt = text[:600]
     arguments = prompt, {"until": ["\n\n\n\n"], "max_gen_toks": 6, "do_sample": False}

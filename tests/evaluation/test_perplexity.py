@@ -184,15 +184,16 @@ def test_every_target_of_the_control_sees_nearly_the_whole_window(
     assert result.ppl[length] == pytest.approx(math.exp(estimate), rel=1e-5)
 
 
-@pytest.mark.parametrize("family", [None, "gemma3", "mllama", "fuyu"])
+@pytest.mark.parametrize("family", [None, "gemma3", "mllama", "fuyu", "generation"])
 @pytest.mark.parametrize("begins", [True, False])
 def test_every_window_of_the_control_begins_with_bos_if_the_document_does(
     begins: bool, family: str | None
 ) -> None:
-    """Else a model that needs BOS makes the control too bad. Composite configs have it further in."""
-    model = tiny() if family is None else tiny_model(BY_FAMILY[family])
+    """Else a model that needs BOS makes the control too bad. Composite configs have it further in, or a default there."""
+    model = tiny_model(BY_FAMILY[family]) if family in BY_FAMILY else tiny()
     (document,) = texts(40)
-    model.config.get_text_config().bos_token_id = 5
+    named = model.generation_config if family == "generation" else model.config.get_text_config()
+    named.bos_token_id = 5
     ids = document.input_ids.clone()
     ids[0] = 5 if begins else 6
     expected = [*naive_losses(model, ids[:32])]

@@ -265,7 +265,7 @@ def test_chat_templates_have_the_same_date_every_day(monkeypatch: pytest.MonkeyP
     """Llama 3.2's asks for today: a measurement could not be resumed or compared tomorrow."""
     dated = copy.deepcopy(CHATTY)
     dated.chat_template = (
-        "\n  {%- if strftime_now is defined %}{% set day = strftime_now('%d %b %Y, %Y-%m-%d') %}{% endif %}"
+        "\n  {%- if strftime_now is defined %}{% set day = strftime_now('%d %b %Y, %F, %-d %e') %}{% endif %}"
         "{{ day }}\n" + CHATTY.chat_template
     )
     texts = set()
@@ -275,7 +275,15 @@ def test_chat_templates_have_the_same_date_every_day(monkeypatch: pytest.MonkeyP
         assert str(year) in dated.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
         texts.add(make_prompt(Passkey(), dated, 300).text)
     (text,) = texts
-    assert text.startswith("26 Jul 2024, 2024-07-26\n<|endoftext|>[user]\nThere is")
+    assert text.startswith("26 Jul 2024, 2024-07-26, 26 26\n<|endoftext|>[user]\nThere is")
+
+
+def test_a_chat_template_that_fails_is_one_sentence() -> None:
+    for template in ("{{ raise_exception('no system') }}", {"a": "", "b": ""}):
+        failing = copy.deepcopy(PLAIN)
+        failing.chat_template = template
+        with pytest.raises(RopeExtendError, match=r"chat template fails: .*--chat off"):
+            make_prompt(Passkey(), failing, 300)
 
 
 def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:

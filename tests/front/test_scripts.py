@@ -79,13 +79,16 @@ def test_training_replaces_nothing(flags: list[str], said: str, scripts: Scripts
 
 MISTAKES = {
     "an extension": (f"{FINETUNE} MODEL DATA --target-length 16", "must exceed the trained window"),
+    "no step": (f"{FINETUNE} MODEL DATA --target-length 64 --steps 0", "must be at least 1"),
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
+    "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "File exists"),
     "short text": (f"{EVALUATE} MODEL DATA --lengths 4k", "no document of at least 4,096 tokens"),
     "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
     "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
     "a file": (f"{GENERATE} MODEL DATA/b", "No such file"),
+    "no answer": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 0", "must be at least 1; got 0"),
     "no window": (f"{GENERATE} MODEL DATA/a.txt --method yarn", "belong together"),
 }
 
@@ -149,7 +152,7 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     run, data, table = tmp_path / "run", work / "data", tmp_path / "out" / "table.csv"
     run.mkdir()  # as a run that failed leaves it
     scripts.run(FINETUNE, subject, data, "--target-length", 64, "--steps", 2, "--output", run)
-    words = [data, "--lengths", "16,32", "64", "--documents", 2, "--output", table.parent]
+    words = [data, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
     said = scripts.run(EVALUATE, run, *words).splitlines()
     head, ours, control = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
@@ -174,8 +177,10 @@ def test_the_control_may_have_the_same_training(
     work: Path, plain_adapters: list[str], scripts: Scripts, tmp_path: Path
 ) -> None:
     control, words = plain_adapters[0], [EVALUATE, work / "model", work / "data", "--output", tmp_path]
+    said = scripts.run(*words, "--lengths", 600, "--method", "linear")  # blocks of losses of 4, and of W/16
+    assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
     scripts.run(*words, "--lengths", 64, "--method", "linear", "--control-adapter", control)
-    label, found = list(csv.reader((tmp_path / "table.csv").open()))[-1]
+    label, *_, found = list(csv.reader((tmp_path / "table.csv").open()))[-1]
     assert label == f"{Path(control).name}, context cropped to {TRAINED}"
     documents = rx.load_documents(work / "data", rx.load_tokenizer(work / "model"))
     assert float(found) == pytest.approx(
