@@ -230,7 +230,8 @@ class Patch(Removable):
             STOCK_WINDOW: length,
             "rope_parameters": dict(parameters),
         }
-        self._undo.set(config, CONFIG_RECORD, record)
+        for owner in (config, part):  # the text part may be saved alone
+            self._undo.set(owner, CONFIG_RECORD, record)
         generation = getattr(base, "generation_config", None)
         if generation is not None and getattr(generation, "max_length", None) == old_length:
             published = getattr(generation, "_original_object_hash", None) == hash(generation)

@@ -86,16 +86,26 @@ def window_for_stock(config: Any) -> Iterator[Any]:
             part.max_position_embeddings = record["target_length"]
 
 
-_save_config = PreTrainedConfig.save_pretrained
+_write_config = PreTrainedConfig.to_json_file
 
 
-@functools.wraps(_save_config)
-def _save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
-    with window_for_stock(config):
-        return _save_config(config, *args, **options)
+@functools.wraps(_write_config)
+def _to_json_file(config: Any, *args: Any, **options: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        for part in _with_parts(config):  # a decoder may be extended inside a model that is not
+            stack.enter_context(window_for_stock(part))
+        _write_config(config, *args, **options)
 
 
-PreTrainedConfig.save_pretrained = _save_pretrained  # whoever saves the config of a patched model
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config and all configs inside it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _with_parts(value)
+
+
+PreTrainedConfig.to_json_file = _to_json_file  # by which `save_pretrained` of configs and models writes
 
 
 def has_stock_config(config: Any, target_length: int) -> bool:
