@@ -132,17 +132,19 @@ def latent_attention(base: Any) -> list[tuple[Any, Callable[[dict[str, Any], flo
     return [(module, scale) for module, scale in named if scale is not None]
 
 
-def sharpened_as_trained(encoding: Encoding, base: Any, shape: RopeShape) -> Encoding:
+def sharpened_as_trained(
+    encoding: Encoding, base: Any, shape: RopeShape, parameters: Mapping[str, Any]
+) -> Encoding:
     """YaRN as the model's own config applies it: a model of DeepSeek's kind keeps its two `mscale`.
 
-    Every other encoding, and YaRN with a factor on cos and sin of its own, is returned as it is.
+    `parameters` are the `rope_parameters` that the model has without a patch. Every other encoding, and YaRN
+    with a factor on cos and sin of its own, is returned as it is.
     """
     if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
-        inner: Any = sharpened_as_trained(encoding.inner, base, shape)
+        inner: Any = sharpened_as_trained(encoding.inner, base, shape, parameters)
         return replace(encoding, inner=inner)
     if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:
         return encoding
-    _, parameters = rotary_part(base.config)
     own = {key: parameters[key] for key in ("mscale", "mscale_all_dim") if parameters.get(key)}
     return replace(encoding, **own) if len(own) == 2 and latent_attention(base) else encoding
 

@@ -107,7 +107,7 @@ def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any
 
 
 @pytest.mark.parametrize("extended", ["decoder", "whole"])
-def test_files_of_a_model_and_of_its_text_part_have_the_window_of_stock(extended: str, tmp_path: Path) -> None:
+def test_files_of_a_model_and_of_its_text_part_have_that_of_stock(extended: str, tmp_path: Path) -> None:
     """Whichever of the two is extended, and whichever is saved."""
     model: Any = next(tiny_model(case) for case in ALL_FAMILIES if case.model_type == "gemma3")
     if extended == "decoder":
