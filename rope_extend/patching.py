@@ -69,6 +69,12 @@ def current_patch(model: nn.Module) -> Patch | None:
     return stack[-1] if stack else None
 
 
+def _own_parameters(base: Any) -> Mapping[str, Any]:
+    """The `rope_parameters` that a model has without its patches."""
+    stack = getattr(base, _STACK, None)
+    return stack[0].replaced if stack else rotary_part(base.config)[1]
+
+
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
     """The largest window or chunk of the layers that rotate; None if a layer that rotates has none.
 
@@ -91,6 +97,7 @@ class Patch(Removable):
         shape: the rotary shape of the model as pretrained.
         target_length: the context window that the encoding is meant for, in tokens.
         changed: whether the patched model computes anything else than before.
+        replaced: the `rope_parameters` that the model had before.
         learned: the parameters that the encoding learns; None if it learns none. They are part of the model
             until the patch is removed, and stay here afterwards.
     """
@@ -103,6 +110,7 @@ class Patch(Removable):
         self.shape = shape
         self.target_length = target_length
         self.changed = False
+        self.replaced: Mapping[str, Any] = {}
         self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
         self._configs: list[tuple[Any, Any, dict[str, Any]]] = []
@@ -188,6 +196,7 @@ class Patch(Removable):
         config = base.config
         part, old = rotary_part(config)
         old_parameters, old_length = dict(old), part.max_position_embeddings
+        self.replaced = old_parameters
         if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
             # Stock transformers needs it for `yarn` and `dynamic`.
             self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
@@ -230,7 +239,8 @@ class Patch(Removable):
             STOCK_WINDOW: length,
             "rope_parameters": dict(parameters),
         }
-        self._undo.set(config, CONFIG_RECORD, record)
+        for owner in (config, part):  # the text part may be saved alone
+            self._undo.set(owner, CONFIG_RECORD, record)
         generation = getattr(base, "generation_config", None)
         if generation is not None and getattr(generation, "max_length", None) == old_length:
             published = getattr(generation, "_original_object_hash", None) == hash(generation)
@@ -386,7 +396,7 @@ def patch_model(
             f"patch_model takes an encoding, got {encoding!r}; make one with encoding('yarn', factor=8.0)"
         )
     shape = shape_of(model, trained_length)
-    encoding = sharpened_as_trained(encoding, unwrap(model), shape)
+    encoding = sharpened_as_trained(encoding, unwrap(model), shape, _own_parameters(unwrap(model)))
     if target_length is None:
         target_length = encoding.target_length(shape)
     if target_length is None:
@@ -466,7 +476,7 @@ def extend(
                 f"{target_length}; within it the model needs no extension"
             )
         encoding = named.for_target(shape, target_length, **parameters)
-    encoding = sharpened_as_trained(encoding, unwrap(model), shape)
+    encoding = sharpened_as_trained(encoding, unwrap(model), shape, _own_parameters(unwrap(model)))
     present = current_patch(model)
     if present is not None and (present.encoding, present.target_length) == (encoding, target_length):
         raise PatchError(

@@ -195,8 +195,9 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     part["max_position_embeddings"] = form["max_position_embeddings"]
     if part.get(ORIGINAL_WINDOW) and (original := parameters.get(ORIGINAL_WINDOW)):
         part[ORIGINAL_WINDOW] = original
-    if CONFIG_RECORD in result:
-        result[CONFIG_RECORD]["rope_parameters"] = parameters
+    for owner in (result, part):
+        if CONFIG_RECORD in owner:
+            owner[CONFIG_RECORD]["rope_parameters"] = parameters
     return result
 
 

@@ -24,6 +24,7 @@ from rope_extend.models.checkpoint_directory import (
     CHECKPOINT,
     PUBLISHED,
     RECORD_NAME,
+    TOKENIZER,
     matches,
 )
 from rope_extend.models.loading import one_error
@@ -56,8 +57,9 @@ def push_to_hub(
     digests before.
 
     In the repository, they replace what is there of another model or adapter: weights, shards, their index,
-    configs and record, which a loader would mix with the new ones. No other file is deleted, and a repository
-    whose model was not uploaded by rope_extend, such as the base model itself, is refused.
+    configs and record, which a loader would mix with the new ones, and if a tokenizer comes with it, those of
+    the former tokenizer. No other file is deleted, and a repository whose model was not uploaded by
+    rope_extend, such as the base model itself, is refused.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
@@ -102,9 +104,11 @@ def push_to_hub(
                 f"{repo_id} holds a model that rope_extend did not upload ({held[0]}), and an upload would "
                 "replace it; nothing was uploaded. Give another repository"
             )
+        own_tokenizer = any(matches(name, TOKENIZER) for name in names)
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message="Upload by rope_extend", delete_patterns=list(CHECKPOINT),
+            revision=revision, commit_message="Upload by rope_extend",
+            delete_patterns=[*CHECKPOINT, *(TOKENIZER if own_tokenizer else ())],
         )  # fmt: skip
     return str(commit.commit_url)
 

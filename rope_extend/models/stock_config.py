@@ -86,16 +86,26 @@ def window_for_stock(config: Any) -> Iterator[Any]:
             part.max_position_embeddings = record["target_length"]
 
 
-_save_config = PreTrainedConfig.save_pretrained
+_write_config = PreTrainedConfig.to_json_file
 
 
-@functools.wraps(_save_config)
-def _save_pretrained(config: Any, *args: Any, **options: Any) -> Any:
-    with window_for_stock(config):
-        return _save_config(config, *args, **options)
+@functools.wraps(_write_config)
+def _to_json_file(config: Any, *args: Any, **options: Any) -> None:
+    with contextlib.ExitStack() as stack:
+        for part in _with_parts(config):  # a decoder may be extended inside a model that is not
+            stack.enter_context(window_for_stock(part))
+        _write_config(config, *args, **options)
 
 
-PreTrainedConfig.save_pretrained = _save_pretrained  # whoever saves the config of a patched model
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config and all configs inside it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _with_parts(value)
+
+
+PreTrainedConfig.to_json_file = _to_json_file  # by which `save_pretrained` of configs and models writes
 
 
 def has_stock_config(config: Any, target_length: int) -> bool:
@@ -122,17 +132,19 @@ def latent_attention(base: Any) -> list[tuple[Any, Callable[[dict[str, Any], flo
     return [(module, scale) for module, scale in named if scale is not None]
 
 
-def sharpened_as_trained(encoding: Encoding, base: Any, shape: RopeShape) -> Encoding:
+def sharpened_as_trained(
+    encoding: Encoding, base: Any, shape: RopeShape, parameters: Mapping[str, Any]
+) -> Encoding:
     """YaRN as the model's own config applies it: a model of DeepSeek's kind keeps its two `mscale`.
 
-    Every other encoding, and YaRN with a factor on cos and sin of its own, is returned as it is.
+    `parameters` are the `rope_parameters` that the model has without a patch. Every other encoding, and YaRN
+    with a factor on cos and sin of its own, is returned as it is.
     """
     if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
-        inner: Any = sharpened_as_trained(encoding.inner, base, shape)
+        inner: Any = sharpened_as_trained(encoding.inner, base, shape, parameters)
         return replace(encoding, inner=inner)
     if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:
         return encoding
-    _, parameters = rotary_part(base.config)
     own = {key: parameters[key] for key in ("mscale", "mscale_all_dim") if parameters.get(key)}
     return replace(encoding, **own) if len(own) == 2 and latent_attention(base) else encoding
 

@@ -100,7 +100,8 @@ def test_what_is_uploaded_loads_and_the_users_own_files_stay_here_and_are_named(
 def test_what_a_repository_held_of_another_model_is_replaced_and_nothing_else(
     checkpoints: Path, hub: Path, tmp_path: Path, first: str, second: str
 ) -> None:
-    """Stock loaders would put the former adapter on the merge, and prefer an index of shards to one file."""
+    """Stock loaders would put the former adapter on the merge, prefer an index of shards to one file, and use
+    the chat template of another tokenizer."""
     rx.merge(checkpoints / "adapter", tmp_path / "merged")
     own = {"results.png", "notes.json", "onnx/model.safetensors", "model-old.safetensors"}
     (hub / "onnx").mkdir()
@@ -113,11 +114,13 @@ def test_what_a_repository_held_of_another_model_is_replaced_and_nothing_else(
         for config in {"adapter_config.json", "rope_extend.json"} & {path.name for path in source.iterdir()}:
             text = (source / config).read_text()
             (source / config).write_text(text.replace(str(checkpoints / "base"), "owner/base"))
+        for tokenizer in ("vocab.json", "chat_template.jinja") if name == first else ("tokenizer.json",):
+            (source / tokenizer).write_text("{}")
         rx.push_to_hub(source, "owner/name")
         shutil.rmtree(source)
     there = {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()}
     pushed = {path.name for path in ((tmp_path if second == "merged" else checkpoints) / second).iterdir()}
-    assert there == pushed | own
+    assert there == pushed | own | {"tokenizer.json"}
     base = {"base_model": str(checkpoints / "base")} if second == "adapter" else {}
     (hub / "model-old.safetensors").unlink()
     expected = logits(rx.load(checkpoints / ("adapter" if second == "merged" else second)))

@@ -164,6 +164,9 @@ def test_scaling_of_the_softmax_is_kept_when_it_is_extended_again() -> None:
         with rx.extend(model, TARGET, method, start="current") as patch:
             assert attention.scaling == pytest.approx(now * factor**2, rel=1e-12)
             assert patch.rotary.attention_factor(patch.shape) == pytest.approx(1.0, rel=1e-12)
+    with rx.extend(model, TARGET, "linear"), rx.extend(model, TARGET, "yarn") as patch:  # also over another
+        scaled = attention.qk_head_dim**-0.5 * (0.1 * math.log(patch.encoding.factor) + 1) ** 2
+        assert attention.scaling == pytest.approx(scaled, rel=1e-12)
     with rx.extend(model, TARGET, "yarn", start="current", **OTHER):
         assert attention.scaling == pytest.approx(now * (0.05 * math.log(2) + 1) ** 2, rel=1e-12)
     with pytest.raises(rx.RopeExtendError, match="current_length is 32, less than the 33 tokens"):

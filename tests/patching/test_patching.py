@@ -16,7 +16,14 @@ from cases import ALL_FAMILIES, ENCODINGS, FACTOR, TARGET, TRAINED, FamilyCase, 
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlavaConfig,
+    PreTrainedModel,
+)
 
 import rope_extend as rx
 from rope_extend import patching
@@ -87,7 +94,8 @@ def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any
     assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (TARGET, TARGET)
     carried = getattr(case, "reloads", False) and not isinstance(patch.encoding, GrowingRope)
     model.save_pretrained(tmp_path / "stock")
-    model.config.save_pretrained(tmp_path / "config")
+    (tmp_path / "config").mkdir()
+    model.config.to_json_file(tmp_path / "config" / "config.json")
     rx.save(model, tmp_path / "ours")
     for name in ("stock", "config", "ours"):
         saved = plain_config(json.loads((tmp_path / name / "config.json").read_text()))
@@ -96,6 +104,21 @@ def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any
     assert model.config.max_position_embeddings == TARGET
     patch.remove()
     assert (model.config.max_position_embeddings, tokenizer.model_max_length) == (TRAINED, TRAINED)
+
+
+@pytest.mark.parametrize("extended", ["decoder", "whole"])
+def test_files_of_a_model_and_of_its_text_part_have_that_of_stock(extended: str, tmp_path: Path) -> None:
+    """Whichever of the two is extended, and whichever is saved."""
+    model: Any = next(tiny_model(case) for case in ALL_FAMILIES if case.model_type == "gemma3")
+    if extended == "decoder":
+        model = llama().model
+    with rx.extend(model, TARGET, "dynamic_ntk"):
+        whole = LlavaConfig(text_config=model.config) if extended == "decoder" else model.config
+        for name, config in (("whole", whole), ("part", whole.text_config)):
+            config.save_pretrained(tmp_path / name)
+            saved = json.loads((tmp_path / name / "config.json").read_text())
+            assert saved.get("text_config", saved)["max_position_embeddings"] == TRAINED
+        assert whole.text_config.max_position_embeddings == TARGET
 
 
 @pytest.mark.parametrize("failing", ["_update_config", "_replace"])
