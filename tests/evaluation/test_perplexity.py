@@ -189,7 +189,7 @@ def test_every_target_of_the_control_sees_nearly_the_whole_window(
 def test_every_window_of_the_control_begins_with_bos_if_the_document_does(
     begins: bool, family: str | None
 ) -> None:
-    """Else a model that needs BOS makes the control too bad. Composite configs have it further in, or a default there."""
+    """Else a model that needs BOS makes the control too bad. Composite configs have it further in."""
     model = tiny_model(BY_FAMILY[family]) if family in BY_FAMILY else tiny()
     (document,) = texts(40)
     named = model.generation_config if family == "generation" else model.config.get_text_config()
