@@ -74,11 +74,12 @@ def window_for_stock(config: Any) -> Iterator[Any]:
     does not have: both need the trained window in the file.
     """
     record = getattr(config, CONFIG_RECORD, None)
-    record = record if isinstance(record, dict) else {}
+    # A config may come from anywhere, and saving it must not fail by what is no record of ours.
+    record = record if isinstance(record, dict) and type(record.get(STOCK_WINDOW)) is int else {}
     part = rotary_part(config)[0] if record else config
     extended = record and record.get("target_length") == part.max_position_embeddings
     if extended:
-        part.max_position_embeddings = record.get(STOCK_WINDOW, record["target_length"])
+        part.max_position_embeddings = record[STOCK_WINDOW]
     try:
         yield part
     finally:

@@ -72,7 +72,7 @@ def rotary_part(config: Any) -> tuple[Any, dict[str, Any]]:
     """
     adapter = find_adapter(config.model_type)
     if adapter is None:
-        return config, config.rope_parameters or {}
+        return config, getattr(config, "rope_parameters", None) or {}
     part, layer_type = adapter.rotary_config(config), adapter.layer_type(config)
     parameters = part.rope_parameters or {}
     return part, parameters if layer_type is None else parameters[layer_type]

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlavaConfig,
     PreTrainedModel,
 )
@@ -119,6 +121,14 @@ def test_files_of_a_model_and_of_its_text_part_have_that_of_stock(extended: str,
             saved = json.loads((tmp_path / name / "config.json").read_text())
             assert saved.get("text_config", saved)["max_position_embeddings"] == TRAINED
         assert whole.text_config.max_position_embeddings == TARGET
+
+
+@pytest.mark.parametrize("stock", [{}, {"stock_window": "x"}, {"stock_window": 64}], ids=str)
+def test_a_config_with_somebody_elses_record_is_saved_as_it_is(stock: dict[str, Any], tmp_path: Path) -> None:
+    for config in (BertConfig(), LlamaConfig()):
+        config.rope_extend = {"target_length": 4096, **stock}
+        config.save_pretrained(tmp_path)
+        assert type(config).from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("failing", ["_update_config", "_replace"])
