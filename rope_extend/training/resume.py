@@ -223,14 +223,11 @@ def first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Pa
 
 
 def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
-    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run.
-
-    The metrics of an earlier one always go: it may have had another recipe.
-    """
+    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         finished = checkpoint_files(directory)
-        for name in {*_RUN_FILES, *finished} if fresh else ["metrics.jsonl"]:
+        for name in {*_RUN_FILES, *finished} if fresh else ():
             path = directory / name
             if path.is_dir():
                 shutil.rmtree(path)
@@ -241,10 +238,13 @@ def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
 
 
-def publish_checkpoint(written: Path, final: Path, state: RunState, *, keep: int | None) -> None:
+def publish_checkpoint(
+    written: Path, final: Path, state: RunState, *, keep: int | None, best: int | None = None
+) -> None:
     """Complete a checkpoint that `Trainer` wrote, give it its name, and remove the others except `keep`.
 
-    Checkpoints of later steps go too: a run that was resumed from an earlier step has replaced them.
+    The one of the step `best` stays, too. Those of later steps go: a run that was resumed from an earlier
+    step has replaced them.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are intact.
@@ -261,7 +261,7 @@ def publish_checkpoint(written: Path, final: Path, state: RunState, *, keep: int
     for later in checkpoints(final.parent):
         if step_of(later) > state.step:
             shutil.rmtree(later)
-    prune(final.parent, keep, state.step)
+    prune(final.parent, keep, state.step, best)
 
 
 def unwritten(final: Path, error: Exception) -> RopeExtendError:
@@ -278,10 +278,11 @@ def unwritten(final: Path, error: Exception) -> RopeExtendError:
     )
 
 
-def prune(directory: Path, keep: int | None, step: int) -> None:
-    """Remove the checkpoints up to `step` except the newest `keep` of them, and all incomplete ones."""
+def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
+    """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
     up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
-    for old in [*(up_to_step[:-keep] if keep else ()), *directory.glob(f"{PARTIAL}*")]:
+    older = up_to_step[:-keep] if keep else []
+    for old in [*(each for each in older if step_of(each) != best), *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import set_seed
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from rope_extend.attention.split_window import current_split
@@ -38,6 +39,7 @@ from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     PARTIAL,
     RunState,
+    checkpoints,
     newest_intact,
     publish_checkpoint,
     read_state,
@@ -121,12 +123,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         metrics: Path | None = None,
         **options: Any,
     ) -> None:
-        for name in ("push_to_hub", "load_best_model_at_end"):
-            refuse_if(
-                bool(getattr(args, name)),
-                f"{name} does not work with RopeTrainer, which gives checkpoints their names when they are "
-                "whole; use transformers' Trainer with SaveEncodingCallback for it",
-            )
+        refuse_if(
+            args.push_to_hub,
+            "push_to_hub does not work with RopeTrainer, which gives checkpoints their names when they are "
+            "whole; use transformers' Trainer with SaveEncodingCallback for it",
+        )
         given = options.pop("callbacks", None) or ()
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, _StepCallback(self)]
         super().__init__(model, args, callbacks=callbacks, **options)
@@ -144,15 +145,28 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """As `Trainer.train`; True resumes from the newest intact checkpoint, or begins if there is none.
 
         Raises:
-            RopeExtendError: all checkpoints are damaged; one cannot be written; or the loss or gradient is
-                not finite in too many consecutive steps.
+            RopeExtendError: all checkpoints are damaged; one cannot be written; the output directory has
+                those of another run; or the loss or gradient is not finite in too many consecutive steps.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
         """
-        checkpoint: Any = resume_from_checkpoint or None
+        output, checkpoint = Path(self.args.output_dir), cast(Any, resume_from_checkpoint or None)
         if checkpoint is True:
-            checkpoint = newest_intact(Path(self.args.output_dir))
+            checkpoint = newest_intact(output)
+        if (there := checkpoints(output)) and self.args.save_strategy != SaveStrategy.NO:
+            refuse_if(
+                checkpoint is None or Path(checkpoint).resolve().parent != output.resolve(),
+                f"{output} has {there[-1].name} of another run, which this one would replace; give "
+                "resume_from_checkpoint=True to continue that run, or another output_dir",
+            )
+        begun = replace(self.progress, step=0, tokens=0, seconds=0.0, skipped=0, skipped_in_a_row=0)
         if checkpoint is not None:
-            self.progress = replace(read_state(Path(checkpoint)), **self._described())
+            refuse_if(
+                self.args.save_only_model,
+                "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; "
+                "leave save_only_model out, or begin a new run",
+            )
+            begun = replace(read_state(Path(checkpoint)), **self._described())
+        self.progress = begun
         evaluated: dict[str, Any] = {}
         if self.run is not None:
             data = self.run.data
@@ -196,8 +210,13 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             finally:
                 args.output_dir, args.save_total_limit = output, keep
             self.accelerator.wait_for_everyone()
+            best = _checkpoint_of(args, self.state.best_global_step or step)
+            if self.state.best_global_step and (best == final or best.exists()):
+                self.state.best_model_checkpoint = str(best)
             if args.should_save:
-                publish_checkpoint(partial / final.name, final, self.progress, keep=keep)
+                self.state.save_to_json(str(partial / final.name / TRAINER_STATE_NAME))
+                best_step = self.state.best_global_step
+                publish_checkpoint(partial / final.name, final, self.progress, keep=keep, best=best_step)
         except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -234,7 +253,9 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """As in `Trainer`; a step begins here."""
         self._started = time.perf_counter()
         self._total: torch.Tensor | float = 0.0
-        return super().get_batch_samples(*args, **options)
+        batches, items = super().get_batch_samples(*args, **options)
+        self._tokens = sum(batch["input_ids"].numel() for batch in batches if "input_ids" in batch)
+        return batches, items
 
     def autocast_smart_context_manager(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
         """Autocast as the recipe needs it; without a recipe, accelerate does what the arguments say."""
@@ -250,7 +271,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """As in `Trainer`; without a finite loss and norm, there is no gradient, so no weight changes."""
         norm = super()._get_grad_norm(model, grad_norm)
         self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self.loss = float(self.accelerator.reduce(torch.as_tensor(self._total), "mean"))
+        own = torch.tensor([float(self._total), self._tokens], device=self.args.device)
+        self.loss, tokens = self.accelerator.reduce(own, "mean").tolist()
+        own_sequences = self._train_batch_size * self.args.gradient_accumulation_steps
+        self._step_tokens = round(tokens * self.sequences / own_sequences)
         if not self._finite:
             model.zero_grad()
         return self.norm
@@ -266,8 +290,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             RopeExtendError: too many consecutive steps were skipped.
         """
         before, finite = self.progress, self._finite
-        length = len(self.train_dataset[0]["input_ids"])  # of every block
-        self._step_tokens = self.sequences * length
         self._step_seconds = time.perf_counter() - self._started
         state = self.progress = replace(
             before,
@@ -415,7 +437,7 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         control.should_evaluate |= trainer.evaluates(last=last)
         if last or stop:
             control.should_training_stop = True
-            control.should_save = args.save_strategy != SaveStrategy.NO
+            control.should_save = bool(stop) or args.save_strategy != SaveStrategy.NO
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
@@ -460,6 +482,7 @@ class _Signals:
 
     def catch(self) -> None:
         """Begin to record signals."""
+        self.received = self.agreed = 0
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
