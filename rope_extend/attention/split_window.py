@@ -445,7 +445,8 @@ class SplitWindow(Removable):
             raise PatchError(
                 "split_window: another library shares the sequence too; start without cp_size and sp_size"
             )
-        unknown = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _KNOWN]
+        sized = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()]
+        unknown = [name for name in sized if name not in _KNOWN]  # not the number of labels, from Trainer
         unknown += [name for name in ("output_attentions", "output_hidden_states") if kwargs.get(name)]
         if unknown or others:
             raise PatchError(

@@ -142,9 +142,11 @@ def inputs() -> None:
     assert not error_of(model, **rows)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
     assert not error_of(llama("yarn"), position_ids=PACKED, attention_mask=mask)
+    as_trainer = {"labels": IDS.roll(1), "num_items_in_batch": torch.tensor(70)}
+    assert not error_of(model, 1e-6, **as_trainer)
     with rx.chunked_loss(model):
         assert not error_of(model, 1e-6, labels=IDS, position_ids=PACKED)
-        assert not error_of(model, 1e-6, labels=IDS.roll(1), num_items_in_batch=torch.tensor(70))
+        assert not error_of(model, 1e-6, **as_trainer)
     with rx.split_window(model) as split:
         with counted() as calls, torch.no_grad():
             after = model(IDS).logits
