@@ -65,7 +65,7 @@ class Metrics:
     def __init__(self, path: Path, step: int, evaluated: Mapping[str, Any], *, writes: bool) -> None:
         self.path, self.evaluated, self.writes = path, evaluated, writes
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
-        if writes and not step:  # those of an earlier run, which may have had other settings
+        if writes and not step and not path.is_symlink():  # those of an earlier run, which may have had other settings
             path.unlink(missing_ok=True)
         for values in read_metrics(path) if step and path.exists() else []:
             if values["step"] > step:
