@@ -65,7 +65,8 @@ class Metrics:
     def __init__(self, path: Path, step: int, evaluated: Mapping[str, Any], *, writes: bool) -> None:
         self.path, self.evaluated, self.writes = path, evaluated, writes
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
-        if writes and not step:  # those of an earlier run, which may have had other settings
+        # Those of an earlier run, which may have had other settings; a link is refused below.
+        if writes and not step and not path.is_symlink():
             path.unlink(missing_ok=True)
         for values in read_metrics(path) if step and path.exists() else []:
             if values["step"] > step:

@@ -273,11 +273,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         own = torch.tensor([float(self._total), self._tokens], device=self.args.device)
         self.loss, tokens = self.accelerator.reduce(own, "mean").tolist()
-        args, split = self.args, current_split(self.model)
-        replicas = self.get_total_train_batch_size(args) // (
-            self._train_batch_size * args.gradient_accumulation_steps
-        )
-        self._step_tokens = round(tokens * replicas / (split.processes.size if split else 1))
+        own_sequences = self._train_batch_size * self.args.gradient_accumulation_steps
+        self._step_tokens = round(tokens * self.sequences / own_sequences)
         if not self._finite:
             model.zero_grad()
         return self.norm
