@@ -26,7 +26,7 @@ REQUIRED = {"model": "m", "data": "d", "output_dir": "o", "target_length": 4096}
 
 def test_fields_left_open_are_the_methods_and_given_ones_stay() -> None:
     usual = Recipe.from_dict({**REQUIRED, "method": "yarn"})
-    assert (usual.steps, usual.learning_rate, usual.lora_targets) == (1000, 2e-4, "attention")
+    assert (usual.steps, usual.learning_rate, usual.lora_targets) == (400, 2e-4, "attention")
     assert not usual.train_norm_embed
     replaced = Recipe.from_dict({**REQUIRED, "method": "alibi", "lora_targets": None})
     assert (replaced.steps, replaced.learning_rate, replaced.lora_targets) == (2000, 2e-4, "all-linear")
