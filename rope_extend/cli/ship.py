@@ -32,7 +32,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     add("adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json")
     add_output(parser, "DIR", "directory of the merged checkpoint", required=True)
     add_base_model(parser)
-    text = "branch, tag or commit of the base model (default: the recorded one)"
+    text = "branch, tag or commit of the base checkpoint (default: the recorded one)"
     add("--base-revision", metavar="REVISION", help=text)
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
     text = "maximum size of one weight file (default: 5GB)"
