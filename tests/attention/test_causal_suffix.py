@@ -128,7 +128,7 @@ def test_long_windows_of_an_8b_model_are_planned_in_time(monkeypatch: pytest.Mon
     weights = sum(parameter.nbytes for parameter in model.parameters())
     budget = Budget(torch.device("cuda"), 80 * 10**9)
     estimator = forward_plan.ForwardEstimator(model, budget, weights=weights)
-    curve, million = forward_plan._plan(estimator, [2**17, 2**20], None).lengths
+    curve, million = forward_plan._plan(estimator, [2**17, 2**20], None, 1).lengths
     assert curve.strategy == "in one pass"
     assert 10 < curve.seconds < 12
     assert curve.peak < 20e9

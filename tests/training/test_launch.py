@@ -227,5 +227,5 @@ def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path
         ("0", "0", "2"), ("1", "1", "2"),
     ]  # fmt: skip
     said = launch_forked(AS_IF_GPUS + TELL, where=tmp_path, environment={**common, **given[0]})
-    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d)\)>", said)
+    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d), split=False\)>", said)
     assert sorted(told) == [(COMES_TO[path.stem], "0"), (COMES_TO[path.stem], "1")]

@@ -31,7 +31,7 @@ REFUSED = {
     **dict.fromkeys(
         ("dots3_note_text", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text",
          "gemma4_unified", "gemma4_unified_text", "gpt_oss", "laguna", "lfm3", "mellum", "mimo_v2_flash",
-         "mistral", "modernbert-decoder", "olmo3"),
+         "ministral", "mistral", "modernbert-decoder", "olmo3"),
         "attend to .* tokens, whatever their positions",
     ),
 }  # fmt: skip
