@@ -89,7 +89,7 @@ def blocks(
 
 
 class TrainerBlocks(torch.utils.data.Dataset[Item]):
-    """What `blocks` returns; with a `count`, that number of blocks of an endless stream, such as those of a run."""
+    """What `blocks` returns; with a `count`, that number of blocks of an endless stream, as a run reads."""
 
     def __init__(
         self, parts: Any, collator: PositionCollator | None = None, count: int | None = None
