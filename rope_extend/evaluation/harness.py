@@ -61,15 +61,12 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
                 f"method and target_length belong together; got {method!r} and {target_length!r}"
             )
         options = None if device in (None, "cuda", "cuda:0") else LoadOptions(device=device)
-        model, tokenizer = (
-            load_any(pretrained, base_model=base_model, options=options),
-            load_tokenizer(pretrained),
-        )
+        model = load_any(pretrained, base_model=base_model, options=options)
         if method is not None and target_length is not None:
             extend(model, target_length, method)
         patch = current_patch(model)
         window = max_length or (patch.target_length if patch else current_window(unwrap(model).config))
-        super().__init__(model, tokenizer=tokenizer, max_length=window, **more)
+        super().__init__(model, tokenizer=load_tokenizer(pretrained), max_length=window, **more)
         self._device = input_device(model)
 
     def _loglikelihood_tokens(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -306,10 +307,9 @@ def _definitions(package: str) -> list[tuple[int, str]]:
     """The files of a package with a name that only its definition has: where they begin, and that name."""
     words = Counter(re.findall(r"\w+", package))
     found = []
-    for path in _FILE.finditer(package):
-        end = min(
-            (each.start() for each in [_FILE.search(package, path.end())] if each), default=len(package)
-        )
+    for path, following in pairwise([*_FILE.finditer(package), None]):
+        assert path is not None
+        end = following.start() if following else len(package)
         names = _DEFINED.finditer(package, path.end(), min(end, path.end() + _NEAR))
         if name := next((each[1] for each in names if words[each[1]] == 1 and len(each[1]) > 5), None):
             found.append((path.start(), name))
