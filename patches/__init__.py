@@ -1,1 +1,1 @@
-"""The family shapes: each module has records of families, `ADAPTERS`."""
+"""The family shapes: each module has records of families, `FAMILIES`."""

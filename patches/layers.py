@@ -14,7 +14,7 @@ channels, and with the base to the power of their share. The other pairs have fr
 
 from typing import Any
 
-from rope_extend.models.families import FamilyAdapter, has_rotary, slides, types
+from rope_extend.models.families import Family, has_rotary, slides, types
 
 _FULL = ("full_attention",)
 _NOT_ADJACENT = "its rotated channels are not next to each other in the head"
@@ -30,55 +30,55 @@ def has_base(attention: Any) -> bool:
     return bool(attention.config.layer_rope_theta[attention.layer_idx])
 
 
-ADAPTERS = (
-    FamilyAdapter(("smollm3",), "all channels of a head, in some of the layers", rotates=has_rotary),
-    FamilyAdapter(types("afmoe flint"), "all channels of a head, in some of the layers", rotates=slides),
-    FamilyAdapter(
+FAMILIES = (
+    Family(("smollm3",), "all channels of a head, in some of the layers", rotates=has_rotary),
+    Family(types("afmoe flint"), "all channels of a head, in some of the layers", rotates=slides),
+    Family(
         types("exaone4 exaone_moe kolibri1"),
         "all channels of a head, in some of the layers",
         rotates=slides_if_any,
     ),
     # One module per base; `rotary_emb` exists too, but is unused. Models with two bases are refused.
-    FamilyAdapter(
+    Family(
         types("granite_swa granitemoe_swa"),
         "all channels of a head, in some of the layers",
         rotary_path="rotary_embs.0",
         rotates=has_base,
         layer_bases="layer_rope_theta",
     ),
-    FamilyAdapter(
+    Family(
         types("gemma3_text gemma3n_text mellum modernbert-decoder olmo3"),
         "full-attention layers only; sliding ones unchanged",
         in_float32=("olmo3",),
         several_streams=("gemma3n_text",),
         layer_types=_FULL,
     ),
-    FamilyAdapter(
+    Family(
         ("gemma3",),
         "full-attention layers only; sliding ones unchanged",
         rotary_path="language_model.rotary_emb",
         config_path="text_config",
         layer_types=_FULL,
     ),
-    FamilyAdapter(
+    Family(
         types("laguna mimo_v2_flash"),
         "full-attention layers only; the first channels of a head",
         layer_types=_FULL,
     ),
-    FamilyAdapter(
+    Family(
         ("zaya",),
         "full-attention layers only (`hybrid`); the first channels of a head",
         hides_positions=("zaya",),
         layer_types=("hybrid",),
     ),
-    FamilyAdapter(
+    Family(
         types("gemma4_text gemma4_unified_text lfm3"),
         "full-attention layers only, where only the fastest pairs rotate",
         in_float32=("lfm3",),
         unreachable=_NOT_ADJACENT,
         layer_types=_FULL,
     ),
-    FamilyAdapter(
+    Family(
         types("gemma4 gemma4_unified"),
         "full-attention layers only, where only the fastest pairs rotate",
         rotary_path="language_model.rotary_emb",
@@ -86,7 +86,7 @@ ADAPTERS = (
         config_path="text_config",
         layer_types=_FULL,
     ),
-    FamilyAdapter(
+    Family(
         ("dots3_note_text",),
         "full-attention layers only, with their indexers; neighbouring channels as pairs",
         pairs="neighbours",

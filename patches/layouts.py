@@ -14,7 +14,7 @@
 
 from typing import Any
 
-from rope_extend.models.families import FamilyAdapter, has_rotary, slides, types
+from rope_extend.models.families import Family, has_rotary, slides, types
 
 
 def normalises(attention: Any) -> bool:
@@ -22,22 +22,22 @@ def normalises(attention: Any) -> bool:
     return hasattr(attention, "qk_norm")
 
 
-ADAPTERS = (
-    FamilyAdapter(
+FAMILIES = (
+    Family(
         types("ernie4_5 ernie4_5_moe glm glm4 helium"),
         "neighbouring channels as pairs",
         in_float32=types("ernie4_5 ernie4_5_moe"),
         pairs="neighbours",
     ),
-    FamilyAdapter(("cohere",), "neighbouring channels as pairs", layout="neighbours", pairs="neighbours"),
-    FamilyAdapter(
+    Family(("cohere",), "neighbouring channels as pairs", layout="neighbours", pairs="neighbours"),
+    Family(
         types("cohere2 cohere2_moe"),
         "neighbouring channels as pairs, in some of the layers",
         layout="neighbours",
         pairs="neighbours",
         rotates=slides,
     ),
-    FamilyAdapter(
+    Family(
         ("deepseek_v2",),
         "the last channels of a head, as complex numbers",
         in_float32=("deepseek_v2",),
@@ -45,7 +45,7 @@ ADAPTERS = (
         pairs="neighbours",
         rotated="last",
     ),
-    FamilyAdapter(
+    Family(
         ("llama4_text",),
         "all channels of a head, as complex numbers, in three of four layers",
         rotary_path="model.rotary_emb",
@@ -57,8 +57,8 @@ ADAPTERS = (
         normalises=normalises,
         counts="its layers without rotation scale queries by the number of tokens before them",
     ),
-    FamilyAdapter(("gpt_oss",), "all channels of a head, one value for each pair", layout="once"),
-    FamilyAdapter(
+    Family(("gpt_oss",), "all channels of a head, one value for each pair", layout="once"),
+    Family(
         ("blt",),
         "the global transformer only; lengths count patches of bytes",
         rotary_path="global_transformer.rotary_emb",

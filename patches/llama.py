@@ -16,7 +16,7 @@
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter, types
+from rope_extend.models.families import Family, types
 
 
 def always(attention: nn.Module) -> bool:
@@ -24,8 +24,8 @@ def always(attention: nn.Module) -> bool:
     return True
 
 
-ADAPTERS = (
-    FamilyAdapter(
+FAMILIES = (
+    Family(
         types("""
             apertus apertus1p5_text arcee aria_text bitnet cwm diffllama doge dots1 exaone flex_olmo gemma
             gemma2 granite granitemoe granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2
@@ -36,36 +36,34 @@ ADAPTERS = (
         in_float32=types("flex_olmo olmo olmo2"),
         hides_positions=("ministral3",),  # in transformers 5.17
     ),
-    FamilyAdapter(
+    Family(
         types("falcon gpt_neox_japanese"),
         "all channels of a head",
         unreachable="it computes attention itself, not by one of transformers' attention functions",
     ),
-    FamilyAdapter(
-        ("nanochat",), "all channels of a head, rotated backwards", backwards=True, normalises=always
-    ),
-    FamilyAdapter(
+    Family(("nanochat",), "all channels of a head, rotated backwards", backwards=True, normalises=always),
+    Family(
         types("glm4_moe gpt_neox minimax_m2 nemotron persimmon phi stablelm"),
         "the first channels of a head",
         hides_positions=("persimmon",),
     ),
-    FamilyAdapter(
+    Family(
         ("minimax_m3_vl_text",),
         "the first channels of a head",
         unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),
-    FamilyAdapter(
+    Family(
         types("bamba falcon_h1 lfm2 minimax olmo_hybrid qwen3_next"),
         "all or the first channels of a head, in the attention layers",
         in_float32=("olmo_hybrid",),
     ),
-    FamilyAdapter(
+    Family(
         types("qwen3_5_text qwen3_5_moe_text"),
         "the first channels of a head; positions may have three parts",
         hides_positions=types("qwen3_5_text qwen3_5_moe_text"),
         sections=True,
     ),
-    FamilyAdapter(
+    Family(
         ("moshi",),
         "all channels of a head, a module in each layer",
         hides_positions=("moshi",),

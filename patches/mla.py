@@ -4,19 +4,19 @@ At the attention function, a head has the expanded latent channels first, then t
 halves, for any layout in the weights. In some families an indexer chooses the keys that a query sees.
 """
 
-from rope_extend.models.families import FamilyAdapter, types
+from rope_extend.models.families import Family, types
 
 _NOTE = "the channels next to the latent ones"
 
-ADAPTERS = (
-    FamilyAdapter(
+FAMILIES = (
+    Family(
         types("""
             axk1 bailing_hybrid deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu
         """),
         _NOTE,
         rotated="last",
     ),
-    FamilyAdapter(
+    Family(
         types("axk2 deepseek_v32 glm_moe_dsa hy_v4"),
         f"{_NOTE}, and an indexer's",
         rotated="last",

@@ -6,7 +6,7 @@ rotate either.
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter, types
+from rope_extend.models.families import Family, types
 
 
 def of_text(attention: nn.Module) -> bool:
@@ -16,8 +16,8 @@ def of_text(attention: nn.Module) -> bool:
 
 _NOTE = "the text decoder of a multimodal model"
 
-ADAPTERS = (
-    FamilyAdapter(
+FAMILIES = (
+    Family(
         types("fuyu got_ocr2 moss_transcribe_diarize"),
         _NOTE,
         rotary_path="language_model.rotary_emb",
@@ -25,5 +25,5 @@ ADAPTERS = (
         rotates=of_text,
         config_path="text_config",
     ),
-    FamilyAdapter(("mllama",), _NOTE, rotary_path="model.rotary_emb", rotates=of_text),
+    Family(("mllama",), _NOTE, rotary_path="model.rotary_emb", rotates=of_text),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import Family
 
 
 def of_text(attention: nn.Module) -> bool:
@@ -33,8 +33,8 @@ def with_mscale(parameters: dict[str, Any]) -> dict[str, Any] | None:
 _NOTE = "all or the first channels of a head"
 _ROPE_TYPES = ("default", "longrope")
 
-ADAPTERS = (
-    FamilyAdapter(("phi3",), _NOTE, stock_rope_types=_ROPE_TYPES),
-    FamilyAdapter(("phi4_multimodal",), _NOTE, stock_rope_types=_ROPE_TYPES, rotates=of_text),
-    FamilyAdapter(("phimoe",), "all channels of a head", stock_rope_types=_ROPE_TYPES, completes=with_mscale),
+FAMILIES = (
+    Family(("phi3",), _NOTE, stock_rope_types=_ROPE_TYPES),
+    Family(("phi4_multimodal",), _NOTE, stock_rope_types=_ROPE_TYPES, rotates=of_text),
+    Family(("phimoe",), "all channels of a head", stock_rope_types=_ROPE_TYPES, completes=with_mscale),
 )

@@ -10,7 +10,7 @@ class RopeExtendError(ValueError):
 
 
 class UnsupportedModelError(RopeExtendError):
-    """The model's family has no adapter, or its adapter does not support this configuration."""
+    """The model's family is not supported, or not in this configuration."""
 
 
 class PatchError(RopeExtendError):

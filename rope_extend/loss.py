@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.view import unwrap
 
 _SOFTMAX_BYTES = 8 * 2**20
 """Size in bytes of the log-probabilities that are computed at a time."""

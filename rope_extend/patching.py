@@ -29,10 +29,19 @@ from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_name
 from rope_extend.encodings.core.shapes import check_length
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
 from rope_extend.method_names import CURRENT, PRETRAINED, check_start
+from rope_extend.models.config_facts import (
+    CONFIG_RECORD,
+    ORIGINAL_WINDOW,
+    STOCK_WINDOW,
+    is_soft_capped,
+    rotary_part,
+)
 from rope_extend.models.current_table import current_table, extended_again
-from rope_extend.models.families import FamilyAdapter, adapter_for
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.families import Family, family_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
+from rope_extend.models.rotary_tables import active_table, shape_of
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
@@ -44,16 +53,6 @@ from rope_extend.models.stock_config import (
     with_carried,
 )
 from rope_extend.models.undo import Removable, UndoLog
-from rope_extend.models.view import (
-    CONFIG_RECORD,
-    ORIGINAL_WINDOW,
-    STOCK_WINDOW,
-    active_table,
-    is_soft_capped,
-    rotary_part,
-    shape_of,
-    unwrap,
-)
 from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
@@ -75,14 +74,14 @@ def _own_parameters(base: Any) -> Mapping[str, Any]:
     return stack[0].replaced if stack else rotary_part(base.config)[1]
 
 
-def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
+def _rotated_window(decoder: Any, family: Family) -> int | None:
     """The largest window or chunk of the layers that rotate; None if a layer that rotates has none.
 
     Also None if all layers of the family rotate, or if only its layers with full attention are extended.
     """
-    if adapter.rotates is None or adapter.layer_types:
+    if family.rotates is None or family.layer_types:
         return None
-    rotating = [module for module in attention_modules(decoder) if adapter.extends(module)]
+    rotating = [module for module in attention_modules(decoder) if family.extends(module)]
     windows = [attention_window(module) or 0 for module in rotating]
     return max(windows) if windows and all(windows) else None
 
@@ -119,18 +118,18 @@ class Patch(Removable):
 
     def _apply(self, tokenizer: Any | None) -> None:
         base = unwrap(self.model)
-        adapter = adapter_for(base.config.model_type)
-        modules = adapter.rotary_modules(base.base_model)
+        family = family_for(base.config.model_type)
+        modules = family.rotary_modules(base.base_model)
         try:
             remove_handlers(base.base_model, self._undo)
             self._give_own_config(base)
-            self._install_handler(base, adapter)
+            self._install_handler(base, family)
             self._undo.set(base.base_model, ENCODING, self.encoding)
             self._undo.hook(base.base_model, check_foreign_split)
             shape = self.shape
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
-                self._replace(base, path, module, adapter)
+                self._replace(base, path, module, family)
                 installed = base.base_model.get_submodule(path)
                 after = active_table(installed, base.config, self.target_length)
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
@@ -139,7 +138,7 @@ class Patch(Removable):
             # Also where stock's table follows the length: it is that of the longest row, inexact with caches.
             self.changed |= self.rotary.depends_on_length
             self.changed |= self.rotary.decay(shape) is not None or self.rotary.scales_logits(shape)
-            self._update_config(base, adapter)
+            self._update_config(base, family)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
             self._undo.set(base, _STACK, [*getattr(base, _STACK, []), self])
@@ -165,12 +164,12 @@ class Patch(Removable):
                 if all(each is not own for _, each, _ in self._configs):
                     self._configs.append((config, own, dict(vars(own))))
 
-    def _install_handler(self, base: Any, adapter: FamilyAdapter) -> None:
+    def _install_handler(self, base: Any, family: Family) -> None:
         """Install the handler that the encoding needs."""
         decoder = base.base_model
         if getattr(decoder, LEARNED, None) is not None:
             self._undo.set(decoder, LEARNED, None)
-        handler = handler_for(self.encoding, self.shape, base, adapter)
+        handler = handler_for(self.encoding, self.shape, base, family)
         if handler is not None or self.rotary.start_tokens:  # more than the distance of two tokens counts
             count_tokens_only(decoder, self._undo)
         if handler is None:
@@ -180,18 +179,18 @@ class Patch(Removable):
         if self.learned is not None:
             self._undo.set(decoder, LEARNED, self.learned)
 
-    def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
+    def _replace(self, base: Any, path: str, module: Any, family: Family) -> None:
         """Replace a rotary module by an `ExtendedRotaryEmbedding`."""
         parent_path, _, name = path.rpartition(".")
         extended = ExtendedRotaryEmbedding(
-            self.rotary, self.shape, module, adapter, base.config, marked=self._handler is not None
+            self.rotary, self.shape, module, family, base.config, marked=self._handler is not None
         )
         extended.train(module.training)
         if self._handler is not None:
             self._handler.rotary = extended
         self._undo.set(base.base_model.get_submodule(parent_path), name, extended)
 
-    def _update_config(self, base: Any, adapter: FamilyAdapter) -> None:
+    def _update_config(self, base: Any, family: Family) -> None:
         """Write the encoding into the model's config, and log what changed."""
         config = base.config
         part, old = rotary_part(config)
@@ -200,13 +199,13 @@ class Patch(Removable):
         if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
             # Stock transformers needs it for `yarn` and `dynamic`.
             self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
-        pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
+        pairs = next(iter(family.rotary_modules(base.base_model).values())).pairs
         latent = latent_attention(base)
         stock = None
         if self.rotary is self.encoding:
             forms = stock_forms(self.rotary, self.shape, pairs, latent=bool(latent))
             stock = stock_parameters(
-                self.rotary, self.shape, adapter, config, forms, pairs, self.target_length
+                self.rotary, self.shape, family, config, forms, pairs, self.target_length
             )
         none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
         parameters = stock or next(stock_forms(none, self.shape, pairs, latent=bool(latent)))
@@ -220,10 +219,10 @@ class Patch(Removable):
             scale = scale_of(parameters, module.qk_head_dim**-0.5)
             self.changed |= scale != module.scaling
             self._undo.set(module, "scaling", scale)
-        if bases := adapter.bases(config):
+        if bases := family.bases(config):
             new_bases = [base and parameters["rope_theta"] for base in bases]
-            self._undo.set(part, adapter.layer_bases, new_bases)
-        self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
+            self._undo.set(part, family.layer_bases, new_bases)
+        self._undo.set(part, "rope_parameters", nested(family, config, parameters))
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
@@ -258,15 +257,15 @@ class Patch(Removable):
             "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
             model_type, before, old_length, self.encoding, self.target_length, self.shape.trained_length,
         )  # fmt: skip
-        adapter, base = adapter_for(model_type), unwrap(self.model)
-        layer_type = adapter.layer_type(base.config)
+        family, base = family_for(model_type), unwrap(self.model)
+        layer_type = family.layer_type(base.config)
         if layer_type is not None:
             self._say(
                 logging.INFO,
                 "%s: only %s layers are extended; the tables of other layers are unchanged",
                 model_type, layer_type,
             )  # fmt: skip
-        window = _rotated_window(base.base_model, adapter)
+        window = _rotated_window(base.base_model, family)
         if window is not None and window <= self.shape.trained_length and self.changed:
             self._say(
                 logging.WARNING,
@@ -332,7 +331,7 @@ class Patch(Removable):
                 f"and is still active; remove that first"
             )
         base = unwrap(self.model)
-        modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+        modules = family_for(base.config.model_type).rotary_modules(base.base_model)
         devices = {path: module.inv_freq.device for path, module in modules.items()}
         self._undo.unwind()
         self._active = False
@@ -388,7 +387,7 @@ def patch_model(
             Parameters without a value here start as the encoding defines.
 
     Raises:
-        UnsupportedModelError: no adapter for the family, or the encoding cannot act inside its attention.
+        UnsupportedModelError: the family is not supported, or the encoding cannot act inside its attention.
         RopeExtendError: this is not an encoding, or a length is invalid.
     """
     if not isinstance(encoding, Encoding):
@@ -447,7 +446,7 @@ def extend(
             from the length.
 
     Raises:
-        UnsupportedModelError: no adapter for the family, or the method cannot act inside its attention.
+        UnsupportedModelError: the family is not supported, or the method cannot act inside its attention.
         PatchError: the rotary tables would not change.
         RopeExtendError: an unknown method or parameter, a target that is not beyond the trained window, or
             with `start="current"`, a method or a present encoding that is not one table.

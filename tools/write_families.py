@@ -5,7 +5,7 @@ python tools/write_families.py
 
 from pathlib import Path
 
-from rope_extend.models.families import REFUSED, FamilyAdapter, adapter_for, supported_families
+from rope_extend.models.families import REFUSED, Family, family_for, supported_families
 
 HEAD = """# Model families
 
@@ -23,20 +23,20 @@ This page is written by `python tools/write_families.py`.
 """
 
 
-def tables(adapter: FamilyAdapter) -> str:
+def tables(family: Family) -> str:
     """Which tables of a family are extended."""
-    where = f"`{adapter.rotary_path}`"
-    kinds = " or ".join(f"`{kind}`" for kind in adapter.layer_types)
+    where = f"`{family.rotary_path}`"
+    kinds = " or ".join(f"`{kind}`" for kind in family.layer_types)
     return f"{where}, of {kinds} layers" if kinds else where
 
 
-def row(family: str) -> str:
+def row(model_type: str) -> str:
     """A family's row of the table."""
-    if family in REFUSED:
-        return f"| {family} | no | {REFUSED[family]} | | |\n"
-    adapter = adapter_for(family)
-    by_length = f"no: {adapter.unreachable}" if adapter.unreachable else "yes"
-    return f"| {family} | yes | {adapter.note} | {tables(adapter)} | {by_length} |\n"
+    if model_type in REFUSED:
+        return f"| {model_type} | no | {REFUSED[model_type]} | | |\n"
+    family = family_for(model_type)
+    by_length = f"no: {family.unreachable}" if family.unreachable else "yes"
+    return f"| {model_type} | yes | {family.note} | {tables(family)} | {by_length} |\n"
 
 
 def page() -> str:

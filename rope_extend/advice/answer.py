@@ -31,7 +31,7 @@ from rope_extend.files import expand_home
 from rope_extend.memory.gpus import Gpu, find_gpu
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
-from rope_extend.models.families import adapter_for
+from rope_extend.models.families import family_for
 from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.training.step_plan import TrainingPlan
@@ -78,7 +78,7 @@ def advise(
     if engine is not None and engine not in TARGETS:
         raise RopeExtendError(f"engine must be one of {', '.join(TARGETS)}, got {engine!r}")
     config = pretrained(AutoConfig, name)
-    adapter_for(config.model_type)
+    family_for(config.model_type)
     window = window_of_config(config)
     if trained_length is not None and trained_length > window.tokens:
         said = f"you say so, and its config says {format_length(window.tokens)}"

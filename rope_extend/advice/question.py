@@ -10,15 +10,15 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
 from rope_extend.encodings import Encoding, RopeShape, composed_name, method_named
 from rope_extend.method_names import CURRENT, PRETRAINED
-from rope_extend.models.current_table import CurrentTable, extended_again
-from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
-from rope_extend.models.view import (
+from rope_extend.models.config_facts import (
     config_record,
     current_window,
     layer_types_except_full_attention,
     rotary_part,
     window_of,
 )
+from rope_extend.models.current_table import CurrentTable, extended_again
+from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.units import format_length
 
 

@@ -29,9 +29,9 @@ from rope_extend.attention.registry import (
 )
 from rope_extend.encodings import Encoding
 from rope_extend.errors import UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.config_facts import window_of
+from rope_extend.models.families import Family
 from rope_extend.models.undo import UndoLog
-from rope_extend.models.view import window_of
 
 HANDLER = "_rope_extend_handler"
 """The attribute of a module that holds the handler of the active patch."""
@@ -261,26 +261,26 @@ def acts_inside(decoder: nn.Module) -> bool:
     return any(isinstance(getattr(module, "config", None), HandlerConfig) for module in decoder.modules())
 
 
-def out_of_reach(adapter: FamilyAdapter, modules: list[Any]) -> str | None:
+def out_of_reach(family: Family, modules: list[Any]) -> str | None:
     """Why no handler can act inside the attention modules of a decoder; None if one can."""
-    if adapter.unreachable or modules:
-        return adapter.unreachable
+    if family.unreachable or modules:
+        return family.unreachable
     return "its attention does not go through transformers' interface"
 
 
-def extended_modules(encoding: Encoding, decoder: Any, adapter: FamilyAdapter) -> list[Any]:
+def extended_modules(encoding: Encoding, decoder: Any, family: Family) -> list[Any]:
     """The attention modules of a decoder in which the handler of an encoding acts.
 
     Raises:
         UnsupportedModelError: no handler can act in this family.
     """
     modules = attention_modules(decoder)
-    if reason := out_of_reach(adapter, modules):
+    if reason := out_of_reach(family, modules):
         raise UnsupportedModelError(
             f"{encoding} acts inside attention, which cannot be patched in {decoder.config.model_type}: "
             f"{reason}. A static schedule works, such as yarn or linear"
         )
-    return [module for module in modules if adapter.extends(module)]
+    return [module for module in modules if family.extends(module)]
 
 
 def add_handler(handler: Any, modules: Iterable[Any], undo: UndoLog) -> list[Any]:

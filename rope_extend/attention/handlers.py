@@ -22,31 +22,29 @@ from rope_extend.encodings import (
     RopeEncoding,
     RopeShape,
 )
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.config_facts import layer_config
+from rope_extend.models.families import Family
 from rope_extend.models.parameters import LearnedParameters
-from rope_extend.models.view import layer_config
 
 
-def handler_for(
-    encoding: Encoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
-) -> AttentionHandler | None:
+def handler_for(encoding: Encoding, shape: RopeShape, model: Any, family: Family) -> AttentionHandler | None:
     """The handler for what an encoding does beyond its rotary tables, not installed yet; None for nothing."""
     if isinstance(encoding, BiasEncoding):
-        modules = extended_modules(encoding, model.base_model, adapter)
+        modules = extended_modules(encoding, model.base_model, family)
         sized = _model_shape(model, shape, modules[0] if modules else None)
         layers = sorted({int(module.layer_idx) for module in modules})
-        return BiasHandler(encoding, adapter, sized, learned=_learned(encoding, sized, model, layers))
+        return BiasHandler(encoding, family, sized, learned=_learned(encoding, sized, model, layers))
     if isinstance(encoding, AbsoluteEncoding):
         sized = _model_shape(model, shape)
-        return VectorHandler(encoding, adapter, sized, learned=_learned(encoding, sized, model, []))
+        return VectorHandler(encoding, family, sized, learned=_learned(encoding, sized, model, []))
     if isinstance(encoding, LinearAttention):
-        return KernelHandler(encoding, adapter, shape)
-    normalises = adapter.normalises
+        return KernelHandler(encoding, family, shape)
+    normalises = family.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RopeEncoding) and (
         encoding.rotates_in_attention or encoding.scales_logits(shape)
     ):
-        return RotationHandler(encoding, adapter, shape, normalised=normalised)
+        return RotationHandler(encoding, family, shape, normalised=normalised)
     return None
 
 

@@ -129,7 +129,7 @@ class KernelHandler(AttentionHandler):
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Replace the attention of a decoder."""
         super().install(decoder, undo)
-        for module in extended_modules(self.encoding, decoder, self.adapter):
+        for module in extended_modules(self.encoding, decoder, self.family):
             undo.hook(module, expect_update)
             if attention_window(module) is not None:
                 raise UnsupportedModelError(
@@ -196,8 +196,8 @@ class KernelHandler(AttentionHandler):
             return cos, sin
 
         cos, sin = forward.once("angles", states.device, states.dtype, compute=cos_and_sin)
-        sin = -sin if self.adapter.backwards else sin
-        return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        sin = -sin if self.family.backwards else sin
+        return rotate(states, cos, sin, pairs=self.family.pairs, rotated=self.family.rotated)
 
     def _layer(self, call: AttentionCall) -> Any:
         """The layer of the cache that a call uses; None if there is no cache."""

@@ -16,8 +16,8 @@ from rope_extend.attention.functions import acts_inside, attention_modules, impl
 from rope_extend.attention.registry import beyond_plain, own_function, register, without_cudnn
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
-from rope_extend.models.families import adapter_for
-from rope_extend.models.view import is_soft_capped, layer_types_except_full_attention
+from rope_extend.models.config_facts import is_soft_capped, layer_types_except_full_attention
+from rope_extend.models.families import family_for
 
 
 def document_inputs(
@@ -138,7 +138,7 @@ def beyond_plain_sdpa(lm: Any) -> str | None:
     config = lm.config.get_text_config()
     implementation = config._attn_implementation
     modules = attention_modules(lm.base_model)
-    if reason := out_of_reach(adapter_for(lm.config.model_type), modules):
+    if reason := out_of_reach(family_for(lm.config.model_type), modules):
         return reason
     if kinds := layer_types_except_full_attention(config):
         return f"it has layers of type {', '.join(sorted(kinds))}, not only full attention"

@@ -36,7 +36,7 @@ from rope_extend.attention.functions import (
 from rope_extend.attention.masks import shown_to, visible
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import Family
 from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import marked_positions
 from rope_extend.models.undo import UndoLog
@@ -50,7 +50,7 @@ class AttentionHandler:
 
     Args:
         encoding: the encoding of the patch.
-        adapter: the model's family.
+        family: the model's family.
         shape: the sizes of the model that the encoding follows from.
         learned: the parameters that the encoding learns; None if it learns none.
         normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
@@ -67,13 +67,13 @@ class AttentionHandler:
     def __init__(
         self,
         encoding: Encoding,
-        adapter: FamilyAdapter,
+        family: Family,
         shape: RopeShape | ModelShape,
         *,
         learned: LearnedParameters | None = None,
         normalised: bool = False,
     ) -> None:
-        self.encoding, self.adapter, self.shape = encoding, adapter, shape
+        self.encoding, self.family, self.shape = encoding, family, shape
         self.learned, self.normalised = learned, normalised
         self._latest: tuple[Any, Forward] | None = None
         self._last_layer = -1
@@ -114,13 +114,13 @@ class AttentionHandler:
             UnsupportedModelError: this is not possible in the family, or not with the attention
                 implementation.
         """
-        modules = extended_modules(self.encoding, decoder, self.adapter)
+        modules = extended_modules(self.encoding, decoder, self.family)
         self._last_layer = max((int(module.layer_idx) for module in modules), default=-1)
         for config in add_handler(self, modules, undo):
             self.check_implementation(config._attn_implementation)
         for module in modules:
             undo.hook(module, give_cache)
-            if decoder.config.model_type in self.adapter.hides_positions:
+            if decoder.config.model_type in self.family.hides_positions:
                 undo.hook(module, give_positions)
 
     def forward_of_call(self, call: AttentionCall) -> Forward:

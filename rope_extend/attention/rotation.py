@@ -44,7 +44,7 @@ from rope_extend.encodings import RemapEncoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.regions import DROPPED, NEAR, Chunks, Region
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import Family
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import angles_of, float64_device
 from rope_extend.models.undo import UndoLog
@@ -184,7 +184,7 @@ class RotationHandler(AttentionHandler):
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder."""
-        modules = extended_modules(self.encoding, decoder, self.adapter)
+        modules = extended_modules(self.encoding, decoder, self.family)
         windows = [attention_window(module) for module in modules]
         if self.encoding.remaps and windows and all(self._is_short(window) for window in windows):
             raise UnsupportedModelError(
@@ -263,7 +263,7 @@ class RotationHandler(AttentionHandler):
         return self._by_regions(call, forward, keys)
 
     def _turned(self, states: Tensor, rotation: Rotation | None) -> Tensor:
-        return states if rotation is None else turned(states, rotation, self.adapter)
+        return states if rotation is None else turned(states, rotation, self.family)
 
     # One token after a cache.
 
@@ -460,14 +460,14 @@ class RotationHandler(AttentionHandler):
         return self._turned(states, (rotation[0][:, :, start:stop], rotation[1][:, :, start:stop]))
 
 
-def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], adapter: FamilyAdapter) -> Tensor:
+def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], family: Family) -> Tensor:
     """States `[batch, heads, n, head_dim]`, turned by `[1 or batch, 1, n, dim/2]` and rounded once."""
     cos, sin = cos_sin
-    sin = -sin if adapter.backwards else sin
+    sin = -sin if family.backwards else sin
     half, n = cos.shape[-1], states.shape[2]
-    if torch.is_grad_enabled() or adapter.pairs != "halves" or states.shape[-1] != 2 * half:
+    if torch.is_grad_enabled() or family.pairs != "halves" or states.shape[-1] != 2 * half:
         wide = states.to(cos.dtype)
-        return rotate(wide, cos, sin, pairs=adapter.pairs, rotated=adapter.rotated).to(states.dtype)
+        return rotate(wide, cos, sin, pairs=family.pairs, rotated=family.rotated).to(states.dtype)
     # Each token turns all keys: in parts that stay in the cache of a CPU, a third of the time of `rotate`.
     result = torch.empty_like(states, dtype=cos.dtype)
     size = PART // (states.shape[1] * 2 * half) if states.device.type == "cpu" else n

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from rope_extend.attention.functions import HANDLER, attention_modules
 from rope_extend.encodings import Encoding, Sinks
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.view import CONFIG_RECORD, unwrap
+from rope_extend.models.config_facts import CONFIG_RECORD
+from rope_extend.models.decoders import unwrap
 
 _MORE = 16
 """Tokens are dropped when at least this many can be, and at least a quarter of the window."""

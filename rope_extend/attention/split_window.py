@@ -38,10 +38,11 @@ from rope_extend.attention.functions import (
 from rope_extend.attention.registry import never_compiled
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError, refuse_if
 from rope_extend.loss import causal_lm, decoder_name
-from rope_extend.models.families import adapter_for
+from rope_extend.models.config_facts import layer_config
+from rope_extend.models.decoders import CACHE, decoder_layers
+from rope_extend.models.families import family_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
 from rope_extend.models.undo import Removable
-from rope_extend.models.view import CACHE, decoder_layers, layer_config
 
 _WHOLE = "_rope_extend_whole"
 """The attribute of inputs of a layer by which it finds its window when it is computed again."""
@@ -281,7 +282,7 @@ def check_split(model: nn.Module, processes: int) -> None:
         RopeExtendError: says why, and what to do instead.
     """
     lm = causal_lm(model)
-    decoder, family = lm._modules[decoder_name(lm)], lm.config.model_type
+    decoder, model_type = lm._modules[decoder_name(lm)], lm.config.model_type
     refuse_if(current_split(model) is not None, "split_window: the model is split already; remove() it first")
     refuse_if(processes < 2, "split_window: there is one process only; start several with torchrun")
     heads = layer_config(lm.config).num_attention_heads
@@ -290,8 +291,8 @@ def check_split(model: nn.Module, processes: int) -> None:
         f"split_window: {heads} heads cannot be shared by {processes} processes; use a number of processes "
         f"that divides {heads}",
     )
-    adapter, modules = adapter_for(family), attention_modules(decoder)
-    reason = out_of_reach(adapter, modules) or None
+    family, modules = family_for(model_type), attention_modules(decoder)
+    reason = out_of_reach(family, modules) or None
     found = decoder_layers(lm)
     layers = [] if found is None else list(found.layers)
     attending = set(modules)
@@ -302,8 +303,10 @@ def check_split(model: nn.Module, processes: int) -> None:
     if any({name for name, _ in module.named_parameters(recurse=False)} - {_SINKS} for module in modules):
         reason = reason or "its attention has parameters besides its projections"
     if reason is not None:
-        raise UnsupportedModelError(f"split_window: {family} cannot be shared by several processes: {reason}")
-    for module in adapter.rotary_modules(lm.base_model).values():
+        raise UnsupportedModelError(
+            f"split_window: {model_type} cannot be shared by several processes: {reason}"
+        )
+    for module in family.rotary_modules(lm.base_model).values():
         kinds = str(getattr(module, "rope_type", ""))
         if not isinstance(module, ExtendedRotaryEmbedding) and ("dynamic" in kinds or "longrope" in kinds):
             raise UnsupportedModelError(

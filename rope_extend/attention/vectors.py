@@ -11,8 +11,8 @@ from rope_extend.attention.positions import AttentionHandler, find_positions
 from rope_extend.attention.registry import never_compiled
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.decoders import decoder_layers
 from rope_extend.models.undo import UndoLog
-from rope_extend.models.view import decoder_layers
 
 
 class VectorHandler(AttentionHandler):
@@ -28,7 +28,7 @@ class VectorHandler(AttentionHandler):
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Add the vectors before the first layer of a decoder."""
         layers, model_type = decoder_layers(decoder), decoder.config.model_type
-        several = model_type in self.adapter.several_streams
+        several = model_type in self.family.several_streams
         if layers is None or several:
             reason = "is several streams, not one," if several else "rope_extend does not find"
             raise UnsupportedModelError(

@@ -17,6 +17,7 @@ from rope_extend.data.given_blocks import check_batches
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import RECORD_NAME
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.parameters import (
     LEARNED_FILE,
     current_learned,
@@ -24,7 +25,6 @@ from rope_extend.models.parameters import (
     train_learned,
     write_learned,
 )
-from rope_extend.models.view import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.checkpoint_directory import CONFIG, RECORD_NAME, is_adapter
-from rope_extend.models.families import adapter_for
+from rope_extend.models.config_facts import CONFIG_RECORD, ORIGINAL_WINDOW
+from rope_extend.models.families import family_for
 from rope_extend.models.loading import empty_model, one_error, pretrained
+from rope_extend.models.rotary_tables import has_tables_of, rotary_tables
 from rope_extend.models.stock_config import latent_attention, with_carried
-from rope_extend.models.view import CONFIG_RECORD, ORIGINAL_WINDOW, has_tables_of, rotary_tables
 
 logger = logging.getLogger(__name__)
 
@@ -182,15 +183,15 @@ def _link(path: Path, target: Path) -> None:
 def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config.json` with the target's rotary parameters, at the family's place for them."""
     result: dict[str, Any] = copy.deepcopy(data)
-    adapter = adapter_for(config.model_type)
-    kind, part = adapter.layer_type(config), result
-    for name in filter(None, adapter.config_path.split(".")):
+    family = family_for(config.model_type)
+    kind, part = family.layer_type(config), result
+    for name in filter(None, family.config_path.split(".")):
         part = part[name]
     old = part["rope_parameters"]
     current = old if kind is None else old[kind]
     parameters: Any = with_carried(form["rope_parameters"], current)
-    if adapter.completes is not None:
-        parameters = adapter.completes(parameters)
+    if family.completes is not None:
+        parameters = family.completes(parameters)
     part["rope_parameters"] = parameters if kind is None else {**old, kind: parameters}
     part["max_position_embeddings"] = form["max_position_embeddings"]
     if part.get(ORIGINAL_WINDOW) and (original := parameters.get(ORIGINAL_WINDOW)):

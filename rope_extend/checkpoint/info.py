@@ -18,19 +18,18 @@ from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import RECORD_NAME, is_adapter, is_model, is_recorded
-from rope_extend.models.current_table import suggested_start, unapplied_record
-from rope_extend.models.families import adapter_for
-from rope_extend.models.loading import empty_model, pretrained
-from rope_extend.models.view import (
+from rope_extend.models.config_facts import (
     CONFIG_RECORD,
-    active_table,
     config_record,
     current_window,
     layer_config,
     rotary_part,
-    shape_of,
-    unwrap,
 )
+from rope_extend.models.current_table import suggested_start, unapplied_record
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.families import family_for
+from rope_extend.models.loading import empty_model, pretrained
+from rope_extend.models.rotary_tables import active_table, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
     config, parameters = rotary_part(base.config)
     layer = layer_config(base.config)
     shape = shape_of(model, trained_length)
-    rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
+    rotary = next(iter(family_for(base.config.model_type).rotary_modules(base.base_model).values()))
     record = config_record(base.config)
     unapplied = unapplied_record(base)
     if unapplied is not None:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.checkpoint_directory import ADAPTER_WEIGHTS
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.loading import open_weights
 from rope_extend.models.parameters import is_learned
-from rope_extend.models.view import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,10 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_json
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, RECORD_NAME, is_adapter
+from rope_extend.models.config_facts import CONFIG_RECORD
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error
-from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
 from rope_extend.report.versions import package_version
 

@@ -33,10 +33,11 @@ from rope_extend.models.checkpoint_directory import (
     is_model,
     is_recorded,
 )
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
 from rope_extend.models.locating import ACCESS
 from rope_extend.models.parameters import LEARNED_FILE, is_learned, learned_parameters, read_learned
-from rope_extend.models.view import shape_of, unwrap
+from rope_extend.models.rotary_tables import shape_of
 from rope_extend.patching import Patch, current_patch, patch_model
 
 if TYPE_CHECKING:

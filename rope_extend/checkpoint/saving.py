@@ -27,9 +27,9 @@ from rope_extend.checkpoint.record import Record, write_record_with_digests
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.stock_config import has_stock_config
-from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch
 
 

@@ -27,9 +27,9 @@ from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import is_adapter
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.loading import pretrained
 from rope_extend.models.stock_config import has_stock_config
-from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch
 
 CONTIGUOUS = 512

@@ -70,9 +70,9 @@ def _group(cls: type[Any]) -> str:
 
 def families(arguments: argparse.Namespace) -> None:
     """List the supported model families, by the `model_type` in their config.json."""
-    from rope_extend.models.families import adapter_for, supported_families
+    from rope_extend.models.families import family_for, supported_families
 
-    rows = {name: adapter_for(name).note for name in supported_families()}
+    rows = {name: family_for(name).note for name in supported_families()}
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return

@@ -27,9 +27,9 @@ from rope_extend.evaluation.prompts import Prompt, Task, encode, last_tokens, pr
 from rope_extend.loss import output_head
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.checkpoint_directory import is_adapter
+from rope_extend.models.decoders import CACHE, unwrap
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.models.loading import one_error
-from rope_extend.models.view import CACHE, unwrap
 from rope_extend.patching import current_patch
 from rope_extend.units import format_length
 

@@ -23,8 +23,9 @@ from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.labels import method_labels
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, is_adapter
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.view import length_groups, unwrap
+from rope_extend.models.rotary_tables import length_groups
 from rope_extend.patching import current_patch, patch_model
 
 DOUBLINGS = 3
@@ -103,7 +104,7 @@ class Candidates:
     def length_groups(self, lengths: Sequence[int]) -> list[list[list[int]]]:
         """The groups of lengths with equal tables, of the row of each method and then of each adapter.
 
-        One pass over a document measures a group, see `rope_extend.models.view.length_groups`.
+        One pass over a document measures a group, see `rope_extend.models.rotary_tables.length_groups`.
         """
         groups = []
         with quiet_patching():

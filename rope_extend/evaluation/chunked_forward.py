@@ -23,7 +23,8 @@ from rope_extend.attention.causal_suffix import causal_suffix_attention
 from rope_extend.attention.split_window import current_split
 from rope_extend.loss import causal_lm, decoder_name, hidden_states
 from rope_extend.memory.budget import is_out_of_memory
-from rope_extend.models.view import CACHE, decoder_layers, layer_config
+from rope_extend.models.config_facts import layer_config
+from rope_extend.models.decoders import CACHE, decoder_layers
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, dry_run_attention
-from rope_extend.models.view import layer_config, unwrap
+from rope_extend.models.config_facts import layer_config
+from rope_extend.models.decoders import unwrap
 
 
 @dataclass(frozen=True)

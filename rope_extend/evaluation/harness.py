@@ -22,8 +22,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import filled_cache
 from rope_extend.evaluation.loss_computer import LossComputer, evaluation_mode
 from rope_extend.loss import output_head
+from rope_extend.models.config_facts import current_window
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions, input_device
-from rope_extend.models.view import current_window, unwrap
 from rope_extend.patching import current_patch, extend
 
 NAME = "rope_extend"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.journal import Identity
-from rope_extend.models.view import unwrap
+from rope_extend.models.decoders import unwrap
 from rope_extend.patching import current_patch
 
 _NOT_IN_CONFIG = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")

@@ -21,7 +21,7 @@ from rope_extend.evaluation.results import Losses
 from rope_extend.loss import IGNORED, causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
-from rope_extend.models.view import length_groups
+from rope_extend.models.rotary_tables import length_groups
 from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)

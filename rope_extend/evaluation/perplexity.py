@@ -40,7 +40,7 @@ from rope_extend.evaluation.results import (
     control_edges,
 )
 from rope_extend.loss import causal_lm
-from rope_extend.models.view import length_groups
+from rope_extend.models.rotary_tables import length_groups
 from rope_extend.progress import progress_bar
 from rope_extend.units import format_length
 

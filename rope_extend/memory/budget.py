@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions, is_quantized
-from rope_extend.models.view import unwrap
 
 MARGIN = 0.95
 """Share of the free memory that plans use; kernels and allocators need the rest."""

@@ -18,8 +18,8 @@ from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
 from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.view import unwrap
 
 logger = logging.getLogger(__name__)
 META = torch.device("meta")

@@ -22,16 +22,10 @@ from rope_extend.encodings.core.shapes import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
+from rope_extend.models.config_facts import config_record, current_window, rotary_part
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.rotary_tables import has_tables_of, rotary_tables, shape_of
 from rope_extend.models.stock_config import latent_attention
-from rope_extend.models.view import (
-    config_record,
-    current_window,
-    has_tables_of,
-    rotary_part,
-    rotary_tables,
-    shape_of,
-    unwrap,
-)
 
 _ADVICE = "leave start='current' out to extend plain RoPE from the pretrained window"
 
@@ -132,7 +126,7 @@ def current_table(
 
     Raises:
         RopeExtendError: the present encoding is not one table, or the windows contradict each other.
-        UnsupportedModelError: the family has no adapter.
+        UnsupportedModelError: the family is not supported.
     """
     shape = shape_of(model, trained_length)
     if current_length is None:

@@ -20,7 +20,7 @@ Layout = Literal["halves", "neighbours", "once", "complex"]
 
 
 @dataclass(frozen=True)
-class FamilyAdapter:
+class Family:
     """What the families of one shape have in common: paths, layouts and limits.
 
     Attributes:
@@ -186,45 +186,45 @@ _LOADED_AS = {"mllama_text_model": "mllama"}
 
 
 @cache
-def _adapters() -> dict[str, FamilyAdapter]:
-    """Every adapter of `rope_extend.patches`, by model type."""
-    adapters: dict[str, FamilyAdapter] = {}
+def _families() -> dict[str, Family]:
+    """Every record of `rope_extend.patches`, by model type."""
+    families: dict[str, Family] = {}
     package = "rope_extend.patches"
     for module in iter_modules(import_module(package).__path__):
         shapes = import_module(f"{package}.{module.name}")
-        for adapter in getattr(shapes, "ADAPTERS", ()):
-            for model_type in adapter.model_types:
-                if model_type in adapters:
-                    raise TypeError(f"two adapters in patches/ claim model_type {model_type!r}")
-                adapters[model_type] = adapter
-    return adapters
+        for family in getattr(shapes, "FAMILIES", ()):
+            for model_type in family.model_types:
+                if model_type in families:
+                    raise TypeError(f"two records in patches/ claim model_type {model_type!r}")
+                families[model_type] = family
+    return families
 
 
 def supported_families() -> list[str]:
     """The `model_type`s that can be patched, sorted."""
-    return sorted(_adapters())
+    return sorted(_families())
 
 
-def find_adapter(model_type: str) -> FamilyAdapter | None:
-    """The adapter of a family, or None."""
-    return _adapters().get(_LOADED_AS.get(model_type, model_type))
+def find_family(model_type: str) -> Family | None:
+    """The record of a family, or None."""
+    return _families().get(_LOADED_AS.get(model_type, model_type))
 
 
-def adapter_for(model_type: str) -> FamilyAdapter:
-    """The adapter of a family.
+def family_for(model_type: str) -> Family:
+    """The record of a family.
 
     Raises:
         UnsupportedModelError: there is none; the message gives the reason, or the nearest name and how to
-            add an adapter.
+            add it.
     """
-    adapter = find_adapter(model_type)
-    if adapter is None:
+    family = find_family(model_type)
+    if family is None:
         if model_type in REFUSED:
             raise UnsupportedModelError(f"{model_type!r} cannot be extended: {REFUSED[model_type]}")
         near = difflib.get_close_matches(model_type, supported_families(), n=1)
         raise UnsupportedModelError(
-            f"no adapter for model_type {model_type!r}.{f' Did you mean {near[0]!r}?' if near else ''} "
+            f"no support for model_type {model_type!r}.{f' Did you mean {near[0]!r}?' if near else ''} "
             f"`rope-extend families` lists the {len(supported_families())} supported ones. If the family "
             f"uses RoPE, add patches/{model_type}.py; CONTRIBUTING.md explains how"
         )
-    return adapter
+    return family

@@ -22,7 +22,7 @@ from rope_extend.models.checkpoint_directory import is_adapter, is_model
 from rope_extend.models.gguf_metadata import ADVICE, gguf_metadata, lists_skipped, state
 from rope_extend.models.gguf_scaling import DEFAULT_BASE, rope_scaling
 from rope_extend.models.locating import GGUF
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 
 CONVERT = "rope-extend convert"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.config_facts import is_soft_capped
 from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
 from rope_extend.models.loading import default_dtype, empty_model, pretrained
 from rope_extend.models.processes import process_count
-from rope_extend.models.view import is_soft_capped
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class LoadOptions:
         """The model of a checkpoint with this attention, on the meta device: no weights are loaded.
 
         Raises:
-            RopeExtendError: no such checkpoint, no adapter for its family, or it cannot be loaded this way.
+            RopeExtendError: no such checkpoint, its family is not supported, or it cannot be loaded this way.
         """
         config = self._config(name)
         arguments: dict[str, Any] = dict(self._attention(config))

@@ -28,7 +28,7 @@ from transformers import (
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
-from rope_extend.models.families import adapter_for
+from rope_extend.models.families import family_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
@@ -166,10 +166,10 @@ def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
 
     Raises:
         RopeExtendError: no such checkpoint, or its config describes no model.
-        UnsupportedModelError: no adapter for the family.
+        UnsupportedModelError: the family is not supported.
     """
     config = pretrained(AutoConfig, name) if config is None else config
-    adapter_for(config.model_type)
+    family_for(config.model_type)
     attention = arguments.get("attn_implementation")
     how = "" if attention is None else f" with attention {attention}"
     with one_error(f"the config of {name!r} describes no model that can be built{how}"), torch.device("meta"):

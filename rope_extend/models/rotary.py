@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter, Layout
+from rope_extend.models.families import Family, Layout
 
 
 def float64_device(device: torch.device) -> torch.device:
@@ -112,21 +112,21 @@ class ExtendedRotaryEmbedding(nn.Module):
         encoding: RopeEncoding,
         shape: RopeShape,
         module: Any,
-        adapter: FamilyAdapter,
+        family: Family,
         config: Any,
         *,
         marked: bool = False,
     ) -> None:
         super().__init__()
         self.encoding, self.shape, self.marked = encoding, shape, marked
-        self.config, self.layout = adapter.rotary_config(config), adapter.layout
-        self.layer_type = layer_type = adapter.layer_type(config)
+        self.config, self.layout = family.rotary_config(config), family.layout
+        self.layer_type = layer_type = family.layer_type(config)
         patched = isinstance(module, ExtendedRotaryEmbedding)
         original: Any = module.original if layer_type and patched else module
         stock_table = _table_of(original, layer_type)
         self.pairs, device = stock_table.shape[-1], stock_table.device
-        self.sections = _sections_of(module) if adapter.sections else ()
-        self.dtype = torch.float32 if config.model_type in adapter.in_float32 else None
+        self.sections = _sections_of(module) if family.sections else ()
+        self.dtype = torch.float32 if config.model_type in family.in_float32 else None
         if patched:
             plain = module.plain
         else:

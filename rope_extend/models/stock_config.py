@@ -17,15 +17,15 @@ from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, YaRN
 from rope_extend.encodings.composed import ComposedRope
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.view import (
+from rope_extend.models.config_facts import (
     CONFIG_RECORD,
     ORIGINAL_WINDOW,
     STOCK_WINDOW,
     config_record,
     rotary_part,
-    stock_table,
 )
+from rope_extend.models.families import Family
+from rope_extend.models.rotary_tables import stock_table
 
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
@@ -153,7 +153,7 @@ def sharpened_as_trained(
 def stock_parameters(
     encoding: RopeEncoding,
     shape: RopeShape,
-    adapter: FamilyAdapter,
+    family: Family,
     config: Any,
     forms: Iterable[dict[str, Any]],
     pairs: int,
@@ -165,11 +165,11 @@ def stock_parameters(
     `truncate`.
     """
     for form in forms:
-        if not adapter.accepts(form["rope_type"]):
+        if not family.accepts(form["rope_type"]):
             continue
-        if form["rope_type"] == "longrope" and not _takes_lists(adapter.rotary_config(config)):
+        if form["rope_type"] == "longrope" and not _takes_lists(family.rotary_config(config)):
             continue
-        completed = form if adapter.completes is None else adapter.completes(form)
+        completed = form if family.completes is None else family.completes(form)
         if completed is None:
             continue
         form = completed
@@ -178,10 +178,10 @@ def stock_parameters(
         changed = copy.deepcopy(config)
         part, old = rotary_part(changed)
         form = with_carried(form, old, shape.trained_length)
-        part.rope_parameters = nested(adapter, changed, form)
+        part.rope_parameters = nested(family, changed, form)
         part.max_position_embeddings = encoding.max_position_embeddings(shape, target_length)
         try:
-            table, factor = stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
+            table, factor = stock_table(part, form["rope_type"], family.layer_type(changed), target_length)
         except RopeExtendError:  # such as lists for more pairs than a carried share of channels leaves
             continue
         ours, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
@@ -226,9 +226,9 @@ def _takes_lists(config: Any) -> bool:
         return False
 
 
-def nested(adapter: FamilyAdapter, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+def nested(family: Family, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` for a model's config, with new ones for the extended layer type."""
-    layer_type = adapter.layer_type(config)
+    layer_type = family.layer_type(config)
     if layer_type is None:
         return parameters
-    return {**adapter.rotary_config(config).rope_parameters, layer_type: parameters}
+    return {**family.rotary_config(config).rope_parameters, layer_type: parameters}

@@ -26,7 +26,7 @@ from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.search_config import HELD_OUT_TABLES, LOAD_FIELDS, ORIGINAL, SearchConfig

@@ -19,8 +19,8 @@ from rope_extend.data.packing import check_packing
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED, causal_lm, decoder_name, mean_loss, shifted
+from rope_extend.models.decoders import CACHE
 from rope_extend.models.undo import Removable
-from rope_extend.models.view import CACHE
 from rope_extend.patching import current_patch
 
 _NO_PART_OF_THE_LOSS = ("output_attentions", "output_hidden_states", "logits_to_keep")

@@ -16,8 +16,8 @@ from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
+from rope_extend.models.decoders import unwrap
 from rope_extend.models.parameters import train_learned
-from rope_extend.models.view import unwrap
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach

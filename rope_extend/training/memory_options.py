@@ -35,7 +35,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.view import decoder_layers
+from rope_extend.models.decoders import decoder_layers
 
 TILE, GPU_TILE = 1024, 4096
 """Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.

@@ -17,9 +17,9 @@ from rope_extend.data.sampled_positions import check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import causal_lm
-from rope_extend.models.families import adapter_for
+from rope_extend.models.config_facts import layer_types_except_full_attention, window_of
+from rope_extend.models.families import family_for
 from rope_extend.models.loading import default_dtype, empty_model
-from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import extended, left_out, lora_config
@@ -97,7 +97,7 @@ def check_sampled(positions: str, target_length: int, model: Any) -> None:
                 f"see distances that never occur in use; leave positions out, train on long blocks"
             )
     model_type = causal_lm(model).config.model_type
-    if counts := adapter_for(model_type).counts:
+    if counts := family_for(model_type).counts:
         raise RopeExtendError(
             f"positions {positions} cannot be combined with {model_type}: {counts}, whatever their "
             "positions; leave positions out, train on long blocks"

@@ -27,7 +27,7 @@ from rope_extend.attention.split_window import check_split
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import refuse_if
 from rope_extend.loss import causal_lm
-from rope_extend.models.view import layer_types_except_full_attention
+from rope_extend.models.config_facts import layer_types_except_full_attention
 from rope_extend.patching import Patch
 from rope_extend.training.recipe import Recipe
 

@@ -20,8 +20,8 @@ from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, DirectKernelCalls, quiet_patching
 from rope_extend.memory.plan import Need, counter_of, dry_run
+from rope_extend.models.decoders import decoder_layers
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.view import decoder_layers
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import HostOffload, MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe

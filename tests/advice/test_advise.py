@@ -25,7 +25,7 @@ from rope_extend.cli.main import main, parse
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
 
@@ -366,7 +366,7 @@ def test_a_sliding_window_longer_than_the_context_is_no_limit(tmp_path: Path) ->
 
 def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(rx.RopeExtendError, match="no adapter for model_type"):
+    with pytest.raises(rx.RopeExtendError, match="no support for model_type"):
         advise(tmp_path, "32k")
 
 

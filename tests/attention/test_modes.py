@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import rope_extend as rx
 from rope_extend.errors import PatchError
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 
 FAMILIES = [
     FamilyCase("llama", {"head_dim": 16}),

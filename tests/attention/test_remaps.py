@@ -36,8 +36,8 @@ import rope_extend as rx
 from rope_extend.attention import forward, remap_parts, rotation
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import adapter_for
-from rope_extend.models.view import shape_of
+from rope_extend.models.families import family_for
+from rope_extend.models.rotary_tables import shape_of
 
 Map = Callable[[int, int], float | None]
 """The distance that a query at i and a key at j are given; None if they do not attend."""
@@ -394,7 +394,7 @@ def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...]
 )
 def test_every_family_decodes_and_pads_exactly(family: FamilyCase, case: EncodingCase) -> None:
     model = tiny_model(family)
-    if adapter_for(family.model_type).unreachable:
+    if family_for(family.model_type).unreachable:
         with pytest.raises(UnsupportedModelError, match="acts inside attention"):
             patched(model, case)
         return

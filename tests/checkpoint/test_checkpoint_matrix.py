@@ -20,7 +20,7 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 
 SIX = [
     case

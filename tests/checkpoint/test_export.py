@@ -27,7 +27,8 @@ from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.saving import save
 from rope_extend.cli.main import main
 from rope_extend.models.checkpoint_directory import RECORD_NAME
-from rope_extend.models.view import rotary_part, shape_of
+from rope_extend.models.config_facts import rotary_part
+from rope_extend.models.rotary_tables import shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
 ROWS = {str(case): case for case in ENCODINGS}

@@ -41,7 +41,7 @@ from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.memory.budget import _control_group, weight_bytes
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
 COMMON: dict[str, Any] = {"max_position_embeddings": 256, "hidden_size": 128, "num_attention_heads": 8}

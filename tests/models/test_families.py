@@ -19,8 +19,10 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import rope_extend as rx
-from rope_extend.models.families import REFUSED, adapter_for
-from rope_extend.models.view import decoder_layers, rotary_part, shape_of
+from rope_extend.models.config_facts import rotary_part
+from rope_extend.models.decoders import decoder_layers
+from rope_extend.models.families import REFUSED, family_for
+from rope_extend.models.rotary_tables import shape_of
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(transformers.__file__).parent / "models"
@@ -63,7 +65,7 @@ def test_every_causal_family_is_supported_or_refused_with_its_reason() -> None:
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
 def test_refusal_gives_the_reason(model_type: str) -> None:
     with pytest.raises(rx.UnsupportedModelError, match=REFUSED[model_type][:40]):
-        adapter_for(model_type)
+        family_for(model_type)
 
 
 def test_the_page_of_families_matches_the_code() -> None:

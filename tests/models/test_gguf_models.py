@@ -26,7 +26,7 @@ from rope_extend.models.gguf_metadata import Metadata
 from rope_extend.models.gguf_scaling import rope_scaling
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, pretrained
-from rope_extend.models.view import shape_of
+from rope_extend.models.rotary_tables import shape_of
 
 SHAPE = rx.RopeShape(16, 10_000.0, TRAINED)
 CARRIED = [case for case in ENCODINGS if support(case.build(SHAPE), SHAPE, "llama.cpp").possible]

@@ -32,9 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend.encodings import RopeEncoding, RopeShape
-from rope_extend.models.families import adapter_for
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.families import family_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, float64_device
-from rope_extend.models.view import shape_of, unwrap
+from rope_extend.models.rotary_tables import shape_of
 
 FAR = 2_097_151
 BF16_ROUNDING = 2e-3
@@ -123,7 +124,7 @@ def test_the_first_tokens_of_longrope_keep_their_angles() -> None:
     model = llama()
     shape = RopeShape(16, 10_000.0, TRAINED)
     stock: Any = model.model.rotary_emb
-    module = ExtendedRotaryEmbedding(encoding, shape, stock, adapter_for("llama"), model.config)
+    module = ExtendedRotaryEmbedding(encoding, shape, stock, family_for("llama"), model.config)
     positions = torch.tensor([[0, 1, 49, 50, 51, 5_000]])
     divisors = torch.tensor(factors, dtype=torch.float64).expand(1, 6, 8).clone()
     divisors[:, :3] = 1

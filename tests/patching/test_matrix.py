@@ -40,9 +40,11 @@ from rope_extend.encodings import GrowingRope, RopeShape
 from rope_extend.encodings.composed import ShortOriginal
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.loss import NextTokenLoss
-from rope_extend.models.families import adapter_for
+from rope_extend.models.config_facts import rotary_part
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.families import family_for
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.models.view import active_table, rotary_part, shape_of, unwrap
+from rope_extend.models.rotary_tables import active_table, shape_of
 from rope_extend.patching import current_patch
 from rope_extend.training.lora import lora_config
 from rope_extend.training.text_reach import TextReach, text_reach
@@ -84,7 +86,7 @@ def patched_by(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
     try:
         return rx.patch_model(model, encoding, target_length=TARGET)
     except UnsupportedModelError as error:
-        reason = adapter_for(model.config.model_type).unreachable
+        reason = family_for(model.config.model_type).unreachable
         if not reason or reason not in str(error):
             raise
         pytest.skip(reason)
@@ -97,20 +99,20 @@ def patch(model: PreTrainedModel, case: EncodingCase) -> Iterator[rx.Patch]:
 
 
 def rotaries(model: PreTrainedModel) -> list[Any]:
-    return list(adapter_for(model.config.model_type).rotary_modules(unwrap(model).base_model).values())
+    return list(family_for(model.config.model_type).rotary_modules(unwrap(model).base_model).values())
 
 
 def rotation(module: Any, model: PreTrainedModel, position_ids: torch.Tensor) -> torch.Tensor:
     """The rotation of each pair of channels by a rotary module, as `cos + i sin`, `[batch, T, pairs]`."""
-    adapter = adapter_for(model.config.model_type)
-    kind = adapter.layer_type(model.config)
+    family = family_for(model.config.model_type)
+    kind = family.layer_type(model.config)
     result = module(torch.zeros(1), position_ids, *([] if kind is None else [kind]))
-    if adapter.layout == "complex":
+    if family.layout == "complex":
         return result.to(torch.complex128)
     cos, sin = result
-    if adapter.layout == "once":
+    if family.layout == "once":
         return torch.complex(cos.double(), sin.double())
-    axis, sizes = (-2, (2, -1)) if adapter.layout == "halves" else (-1, (-1, 2))
+    axis, sizes = (-2, (2, -1)) if family.layout == "halves" else (-1, (-1, 2))
     both = torch.complex(cos.double(), sin.double()).unflatten(-1, sizes)
     once, again = both.unbind(axis)
     assert torch.equal(once, again)
@@ -156,12 +158,12 @@ def test_tables_equal_the_oracle(model: PreTrainedModel, case: EncodingCase, pat
 
 def test_the_patched_module_equals_the_stock_module(model: PreTrainedModel) -> None:
     """In layout, dtype and values; bit for bit in layers that are not patched."""
-    adapter = adapter_for(model.config.model_type)
+    family = family_for(model.config.model_type)
     config, _ = rotary_part(model.config)
-    kind = adapter.layer_type(model.config)
+    kind = family.layer_type(model.config)
     kinds = [None] if kind is None else sorted(k for k, v in config.rope_parameters.items() if v)
     positions = [torch.arange(LENGTH)[None], torch.tensor([[40, 3, 77], [0, 1, 2]])]
-    if adapter.sections:
+    if family.sections:
         positions = [p.expand(3, -1, -1) for p in positions]
         positions.append(torch.stack([positions[1][0], positions[1][0] + 5, positions[1][0] + 11]))
 
@@ -266,7 +268,7 @@ def test_rotation_inside_attention_is_that_of_the_rotary_module(model: PreTraine
     input_ids, yarn = tokens(2, LENGTH), rx.encoding("yarn", factor=FACTOR)
     with rx.patch_model(model, yarn):
         expected = logits(model, input_ids)
-    if adapter_for(model.config.model_type).unreachable:
+    if family_for(model.config.model_type).unreachable:
         with pytest.raises(UnsupportedModelError, match="acts inside attention"):
             rx.patch_model(model, Inside(yarn))
         return
@@ -337,7 +339,7 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
     assert type(rotaries(stock)[0]).__module__.startswith("transformers.")
     config, parameters = rotary_part(stock.config)
     # A config class that loads only `default` and `longrope`, such as Phi-3's, takes static tables and lists.
-    narrow = adapter_for(model.config.model_type).stock_rope_types is not None
+    narrow = family_for(model.config.model_type).stock_rope_types is not None
     grows = isinstance(patch.encoding, GrowingRope)
     carried = case.reloads and (family.reloads is None or str(case) in family.reloads)
     if not carried or (narrow and grows):
@@ -372,7 +374,7 @@ def refused(family: FamilyCase, case: AlternativeCase) -> bool:
     if case.vectors is not None:
         return family.model_type in NO_ONE_STREAM
     sums = case.name == "linear_attention" and family.model_type in NO_SUMS
-    return sums or bool(adapter_for(family.model_type).unreachable)
+    return sums or bool(family_for(family.model_type).unreachable)
 
 
 @pytest.fixture

@@ -32,9 +32,11 @@ from rope_extend import patching
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.rope import GrowingRope
-from rope_extend.models.families import adapter_for
+from rope_extend.models.config_facts import trained_length_of
+from rope_extend.models.decoders import unwrap
+from rope_extend.models.families import family_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
-from rope_extend.models.view import length_groups, shape_of, trained_length_of, unwrap
+from rope_extend.models.rotary_tables import length_groups, shape_of
 
 IDS = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
 YARN = rx.encoding("yarn", factor=FACTOR)
@@ -362,14 +364,14 @@ def test_a_damaged_record_is_named() -> None:
 
 def test_families_without_rope_are_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64))
-    with pytest.raises(rx.UnsupportedModelError, match="no adapter for model_type 'gpt2'") as error:
+    with pytest.raises(rx.UnsupportedModelError, match="no support for model_type 'gpt2'") as error:
         rx.extend(model, TARGET)
     assert "llama" not in str(error.value)  # not the list of all families
 
 
 def test_unknown_families_are_refused_with_the_way_to_add_one() -> None:
     with pytest.raises(rx.UnsupportedModelError, match="Did you mean 'llama'") as error:
-        adapter_for("lama")
+        family_for("lama")
     assert "patches/lama.py" in str(error.value)
 
 

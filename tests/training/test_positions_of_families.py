@@ -18,7 +18,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
 from rope_extend.loss import NextTokenLoss
-from rope_extend.models.families import adapter_for
+from rope_extend.models.families import family_for
 from rope_extend.training.model_checks import check_recipe, check_sampled
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
@@ -91,7 +91,7 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
 def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(number: int, case: FamilyCase) -> None:
     model = tiny_model(case)
     in_order = case.model_type in IN_ORDER
-    static = in_order or adapter_for(case.model_type).unreachable
+    static = in_order or family_for(case.model_type).unreachable
     sampler, method = list(SAMPLERS)[number % 3], METHODS[0 if static else number // 3 % 3]
     recipe = Recipe(
         model="m", data="d", output_dir="o", target_length=TARGET, block_length=LENGTH, positions=sampler,

@@ -12,7 +12,7 @@ from rope_extend.checkpoint.export.gguf import architecture_of, schedule
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.families import FamilyAdapter, find_adapter
+from rope_extend.models.families import Family, find_family
 
 NATIVE = "native"
 FACTORS = "exact by factors"
@@ -76,14 +76,14 @@ def support(
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length
-    adapter = find_adapter(model_type) if model_type else None
+    family = find_family(model_type) if model_type else None
     if engine.reads == "stock":
-        return _in_stock(encoding, shape, length, adapter)
-    if adapter is not None and (adapter.layer_types or adapter.config_path):
+        return _in_stock(encoding, shape, length, family)
+    if family is not None and (family.layer_types or family.config_path):
         return _refused(target, _UNKNOWN)
     if engine.reads == "gguf":
         return _in_gguf(encoding, shape, length, architecture or architecture_of(model_type))
-    return _in_config(encoding, shape, length, adapter, target)
+    return _in_config(encoding, shape, length, family, target)
 
 
 def _refused(target: str, reason: str) -> Support:
@@ -102,49 +102,45 @@ def _native(target: str, parameters: Mapping[str, Any], window: int) -> Support:
     return _in_keys(target, NATIVE, reason, parameters, window)
 
 
-def _own_type(
-    encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter | None
-) -> dict[str, Any] | None:
+def _own_type(encoding: RopeEncoding, shape: RopeShape, family: Family | None) -> dict[str, Any] | None:
     """The rotary parameters of an encoding's own type; None if only a table describes it in this family."""
     with suppress(RopeExtendError):
         form = encoding.rope_parameters(shape)
         kind = form["rope_type"]
-        if kind in ("default", encoding.rope_type) and (adapter is None or adapter.accepts(kind)):
+        if kind in ("default", encoding.rope_type) and (family is None or family.accepts(kind)):
             return form
     return None
 
 
-def _in_stock(
-    encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None
-) -> Support:
+def _in_stock(encoding: RopeEncoding, shape: RopeShape, length: int, family: Family | None) -> Support:
     """The config of stock transformers.
 
     `modeling_rope_utils.py`: `longrope` takes any list of divisors and an `attention_factor`.
     """
     window = encoding.max_position_embeddings(shape, length)
-    if form := _own_type(encoding, shape, adapter):
+    if form := _own_type(encoding, shape, family):
         return _native("transformers", form, window)
-    if adapter and not adapter.accepts("longrope"):
+    if family and not family.accepts("longrope"):
         return _refused("transformers", _NO_LONGROPE)
     form = {**encoding.longrope_parameters(shape), "factor": 1.0}
     return _in_keys("transformers", FACTORS, "as longrope with equal lists", form, window)
 
 
 def _in_config(
-    encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None, target: str
+    encoding: RopeEncoding, shape: RopeShape, length: int, family: Family | None, target: str
 ) -> Support:
     """The config of an engine that reads `rope_parameters` by rules of its own."""
-    engine, form = TARGETS[target], _own_type(encoding, shape, adapter)
+    engine, form = TARGETS[target], _own_type(encoding, shape, family)
     kind = form["rope_type"] if form else ""
     # DeepSeek's classes rename other types before get_rope sees them; sections go with `default` and `yarn`.
-    if adapter and kind != "default" and (adapter.sections or adapter.rotated != "first"):
+    if family and kind != "default" and (family.sections or family.rotated != "first"):
         return _refused(target, _UNKNOWN)
     if form and kind in engine.types and _is_usual(form, encoding.attention_factor(shape)):
         form = {key: form[key] for key in form if kind != "yarn" or key not in _YARN_ATTENTION}
         return _native(target, form, shape.trained_length if kind in engine.multiplied else length)
-    if adapter and not adapter.accepts("longrope"):
+    if family and not family.accepts("longrope"):
         return _refused(target, _NO_LONGROPE)
-    if adapter and adapter.pairs == "neighbours":
+    if family and family.pairs == "neighbours":
         reason = "its longrope, which could hold the table, does not rotate neighbouring channels"
         return _refused(target, reason)
     form = {**encoding.longrope_parameters(shape), "factor": 1.0}
