@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from several_processes import launch
 from test_measurement import numbers
 
@@ -24,7 +25,7 @@ def torchrun(command: str) -> subprocess.CompletedProcess[str]:
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m rope_extend"
     return subprocess.run(
         [sys.executable, *shlex.split(f"{launcher} {command} --device cpu")],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
