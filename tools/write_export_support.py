@@ -48,15 +48,20 @@ def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
 
 
 def support_table(rows: Sequence[Encoding], shape: RopeShape, target_length: int) -> str:
-    """A Markdown table of encodings and targets, with the reasons numbered below it."""
+    """A Markdown table of encodings and targets, with the reasons numbered below it.
+
+    Encodings with the same cells share a row.
+    """
     reasons: dict[str, int] = {}
-    lines = [f"| encoding | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
+    alike: dict[str, list[str]] = {}
     for encoding in rows:
         cells = []
         for target in TARGETS:
             cell = support(encoding, shape, target, target_length=target_length)
             cells.append(f"{cell.verdict} ({reasons.setdefault(cell.reason, len(reasons) + 1)})")
-        lines.append(f"| `{encoding}` | {' | '.join(cells)} |")
+        alike.setdefault(" | ".join(cells), []).append(f"`{encoding}`")
+    lines = [f"| encoding | {' | '.join(TARGETS)} |", "|---" * (len(TARGETS) + 1) + "|"]
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
 
 

@@ -3,23 +3,38 @@
 python tools/write_families.py
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from rope_extend.models.families import REFUSED, Family, family_for, supported_families
 
-HEAD = """# Model families
+PAGE = """# Model families
 
 The `model_type` in a checkpoint's `config.json` is its family. This is every family of causal language
-models in transformers that has a rotary module: %d are supported, %d are not.
+models in transformers that has a rotary module: {supported} are supported, {refused} are not. If a model has
+several rotary tables, only those in the second column are changed.
 
-- **Which tables**: if a model has several rotary tables, only those listed are changed.
-- **By length**: whether encodings that act inside attention can be patched in. Examples are biases and
-  methods that follow the length. Static methods, such as `yarn`, work in every supported family.
+| what is rotated | which tables | families |
+|-|-|-|
+{families}
 
-This page is written by `python tools/write_families.py`.
+## Static methods only
 
-| family | supported | what is rotated | which tables | by length |
-|-|-|-|-|-|
+Static methods, such as `yarn`, work in every supported family. Encodings that act inside attention, such as
+biases and methods that follow the length, do not work in these:
+
+| why | families |
+|-|-|
+{static}
+
+## Not supported
+
+| why | families |
+|-|-|
+{reasons}
+
+`python tools/write_families.py` writes this page.
 """
 
 
@@ -30,20 +45,25 @@ def tables(family: Family) -> str:
     return f"{where}, of {kinds} layers" if kinds else where
 
 
-def row(model_type: str) -> str:
-    """A family's row of the table."""
-    if model_type in REFUSED:
-        return f"| {model_type} | no | {REFUSED[model_type]} | | |\n"
-    family = family_for(model_type)
-    by_length = f"no: {family.unreachable}" if family.unreachable else "yes"
-    return f"| {model_type} | yes | {family.note} | {tables(family)} | {by_length} |\n"
+def rows(families: Iterable[tuple[str, tuple[str, ...]]]) -> str:
+    """Rows of a table, the longest first: families with the same cells share one."""
+    alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, cells in families:
+        alike[cells].append(name)
+    ordered = sorted(alike.items(), key=lambda row: len(row[1]), reverse=True)
+    return "\n".join(f"| {' | '.join((*cells, ', '.join(names)))} |" for cells, names in ordered)
 
 
 def page() -> str:
     """The whole page."""
-    supported = supported_families()
-    rows = [row(family) for family in sorted([*supported, *REFUSED])]
-    return HEAD % (len(supported), len(REFUSED)) + "".join(rows)
+    families = {name: family_for(name) for name in sorted(supported_families())}
+    return PAGE.format(
+        supported=len(families),
+        refused=len(REFUSED),
+        families=rows((name, (each.note, tables(each))) for name, each in families.items()),
+        static=rows((name, (each.unreachable,)) for name, each in families.items() if each.unreachable),
+        reasons=rows((name, (reason,)) for name, reason in sorted(REFUSED.items())),
+    )
 
 
 if __name__ == "__main__":
