@@ -15,20 +15,16 @@ from rope_extend.plots.style import Canvas, length_axis, mark_window, method_col
 DOCS = Path(__file__).parent.parent / "docs"
 CELLS = DOCS / "results" / "code_32k" / "cells.jsonl"
 FRONT = DOCS / "front.svg"
-LINES = {
-    "none": "plain RoPE",
-    "jet_long": "jet_long, not trained",
-    "yarn + LoRA": "yarn, seven minutes of LoRA",
-}
-"""The rows that are drawn, and the words at their lines."""
+LINES = {"none": ("plain RoPE", 0), "jet_long": ("jet_long", 4), "yarn + LoRA": ("yarn + LoRA", -4)}
+"""The rows that are drawn, the words at the ends of their lines, and how far these are raised, in points."""
 
 
 def draw(path: Path = FRONT) -> Path:
     """Draw perplexity over the first N tokens of all documents, for N from 1k tokens on."""
     cells = [json.loads(line) for line in CELLS.open(encoding="utf-8")][1:]
-    canvas = Canvas(path, "Beyond its window, plain RoPE fails; an extended model does not", room=16)
-    canvas.figure.set_size_inches(8, 3.6)
-    for row, words in LINES.items():
+    canvas = Canvas(path, "Beyond its window, plain RoPE fails;\nan extended model does not", room=16)
+    canvas.figure.set_size_inches(5.8, 3.6)  # its words can still be read on a phone
+    for row, (words, raised) in LINES.items():
         results = [cell["result"] for cell in cells if cell["label"] == row]
         losses, targets = (
             np.sum([result[name][0] for result in results], axis=0).cumsum()
@@ -41,8 +37,8 @@ def draw(path: Path = FRONT) -> Path:
         colour = method_colour(row.split()[0])
         canvas.axes.plot(lengths[shown], values, color=colour, linewidth=2.4, clip_on=False)
         canvas.axes.annotate(
-            words, (longest, values[-1]), (6, 5 if row == "jet_long" else -5 if row != "none" else 0),
-            textcoords="offset points", va="center", color=colour, fontsize=10.5, annotation_clip=False,
+            words, (longest, values[-1]), (6, raised), textcoords="offset points", va="center",
+            color=colour, fontsize=10.5, annotation_clip=False,
         )  # fmt: skip
     perplexity_axis(canvas.axes)
     length_axis(canvas.axes, [1 << power for power in range(10, 16)], "tokens read")

@@ -21,4 +21,7 @@ def formula(latex: str) -> str:
     from latex2mathml.converter import convert
 
     made = convert(" ".join(latex.split()), display="block")
+    thin = '<mspace width="0.17em"/>'  # TeX puts it next to the name of a function
+    made = re.sub(r"(<mi>(?:ln|sin|cos)</mi>)(?=<m[a-z]+>(?!<mo ))", rf"\1{thin}", made)
+    made = re.sub(r"(?<=</m[in]>)(?=<mi>(?:ln|sin|cos)<)", thin, made)
     return f'<div class="formula">{made}</div>'
