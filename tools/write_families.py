@@ -13,9 +13,9 @@ PAGE = """# Model families
 
 The `model_type` in a checkpoint's `config.json` is its family. This is every family of causal language
 models in transformers that has a rotary module: {supported} are supported, {refused} are not. If a model has
-several rotary tables, only those in the second column are changed.
+several rotary tables, only those in the last column are changed.
 
-| what is rotated | which tables | families |
+| families | what is rotated | which tables |
 |-|-|-|
 {families}
 
@@ -24,13 +24,13 @@ several rotary tables, only those in the second column are changed.
 Static methods, such as `yarn`, work in every supported family. Encodings that act inside attention, such as
 biases and methods that follow the length, do not work in these:
 
-| why | families |
+| families | why |
 |-|-|
 {static}
 
 ## Not supported
 
-| why | families |
+| families | why |
 |-|-|
 {reasons}
 
@@ -51,7 +51,7 @@ def rows(families: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     for name, cells in families:
         alike[cells].append(name)
     ordered = sorted(alike.items(), key=lambda row: len(row[1]), reverse=True)
-    return "\n".join(f"| {' | '.join((*cells, ', '.join(names)))} |" for cells, names in ordered)
+    return "\n".join(f"| {' | '.join((', '.join(names), *cells))} |" for cells, names in ordered)
 
 
 def page() -> str:
