@@ -67,10 +67,15 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
             descriptor = os.open(directory, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             try:
-                _lock(descriptor, f"another {work} is writing to {str(directory)!r}")
-            except RopeExtendError:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
                 made.clear()  # the other process is about to fill them
-                raise
+                raise RopeExtendError(
+                    f"another {work} is writing to {str(directory)!r}; wait until it has ended, or use "
+                    "another directory"
+                ) from error
+            except OSError:  # this file system has no locks
+                pass
         _written.add(place)
         stack.callback(_written.discard, place)
         yield
@@ -87,20 +92,11 @@ def writes_to(directory: Path) -> bool:
     return (os.getpid(), directory.resolve()) in _written
 
 
-def _lock(descriptor: int, in_use: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RopeExtendError(f"{in_use}; wait until it has ended, or use another directory") from error
-    except OSError:  # this file system has no locks
-        pass
-
-
 class Journal:
     """The records of one piece of work, in memory and on disk.
 
-    Nothing is written before the first record. A last line that an interruption cut short is dropped. The
-    file is locked until `close`, so that two processes never write to it.
+    Nothing is written before the first record. A last line that an interruption cut short is dropped. Two
+    processes never write to a file: each is the `only_writer` of its directory, or has a file of its own.
 
     Args:
         path: the file; None keeps the records in memory alone.
@@ -113,8 +109,7 @@ class Journal:
         records: all records, in the order in which they were written.
 
     Raises:
-        RopeExtendError: the file belongs to other work, another process writes to it, it cannot be opened, or
-            a line is damaged.
+        RopeExtendError: the file belongs to other work, it cannot be opened, or a line is damaged.
     """
 
     def __init__(
@@ -145,7 +140,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file and release its lock; the records stay in memory."""
+        """Close the file; the records stay in memory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -170,19 +165,10 @@ class Journal:
         self.records.append(json.loads(line))  # as it will be read again
 
     def _open(self, path: Path, flags: int) -> None:
-        in_use = f"another process is writing {self._holds} to {str(path.parent)!r}"
         try:
             self._descriptor = os.open(path, flags, 0o666)
-        except FileExistsError as error:
-            raise RopeExtendError(f"{in_use}; wait until it has ended, or use another directory") from error
         except OSError as error:
             raise RopeExtendError(f"cannot write {str(path)!r}: {error}; use another directory") from error
-        if fcntl is not None:
-            try:
-                _lock(self._descriptor, in_use)
-            except RopeExtendError:
-                self.close()
-                raise
 
     def _read(self, path: Path, advice: str) -> None:
         content = path.read_bytes()

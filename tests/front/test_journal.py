@@ -65,15 +65,6 @@ def test_other_work_and_damage_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trials.jsonl"
-    with journal(path) as first, journal(path) as second:
-        first.append({"n": 1})
-        with pytest.raises(RopeExtendError, match="another process is writing trials"):
-            second.append({"n": 2})
-        with pytest.raises(RopeExtendError, match="another process is writing trials"):
-            journal(path)
-    with journal(path) as third:
-        assert third.records == [{"n": 1}]
     directory = tmp_path / "run"
     with only_writer(directory, "run"):
         with pytest.raises(RopeExtendError, match="another run"), only_writer(directory, "run"):
