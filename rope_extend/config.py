@@ -12,7 +12,7 @@ import argparse
 import copy
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -239,13 +239,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def add_flags(
-    parser: argparse.ArgumentParser,
-    cls: type[Config],
-    *,
-    title: str | None = None,
-    skip: Collection[str] = (),
-) -> None:
+def add_flags(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
     """Add one `--flag` per field of `cls`, in a group of their own.
 
     Every flag defaults to None, which means that it was not given: the file or the field's default applies.
@@ -253,15 +247,11 @@ def add_flags(
     Args:
         parser: where the flags go.
         cls: the settings.
-        title: heading of the group in help; `cls.label` by default.
-        skip: fields that get no flag.
     """
-    first = parser.add_argument_group(title or cls.label, "each flag replaces the value of the YAML file")
+    first = parser.add_argument_group(cls.label, "each flag replaces the value of the YAML file")
     headings = {name: heading for heading, names in cls.groups.items() for name in names}
     others = {heading: parser.add_argument_group(heading) for heading in cls.groups}
     for item in fields(cls):
-        if item.name in skip:
-            continue
         group = others[headings[item.name]] if item.name in headings else first
         kind, text = field_hints(cls)[item.name]
         default = cls.default_text(item)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checks import field_hints
 from rope_extend.config import Config, add_flags, method_items
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
@@ -116,15 +115,12 @@ def add_base_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=text)
 
 
-def add_settings(
-    parser: argparse.ArgumentParser, cls: type[Config], load_fields: Collection[str], work: str, plan: str
-) -> None:
+def add_settings(parser: argparse.ArgumentParser, cls: type[Config], work: str, plan: str) -> None:
     """Add what commands with many settings share: a checkpoint or YAML file, and a flag for each field.
 
     Args:
         parser: where they go.
         cls: the class of the settings.
-        load_fields: the fields that say how the model is loaded; they come last in help.
         work: what `--resume` and `--overwrite` are about, such as `a search`.
         plan: what `--plan` prints; empty if there is no plan.
     """
@@ -133,9 +129,7 @@ def add_settings(
     if plan:
         parser.add_argument("--plan", action="store_true", help=f"print {plan}, and stop")
     add_existing(parser, work)
-    add_flags(parser, cls, skip=load_fields)
-    others = field_hints(cls).keys() - set(load_fields)
-    add_flags(parser, cls, title="loading the model", skip=others)
+    add_flags(parser, cls)
 
 
 def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:

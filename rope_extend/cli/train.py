@@ -16,7 +16,7 @@ from rope_extend.config import add_flags, from_arguments
 from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
-from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
+from rope_extend.searching.search_config import SearchConfig
 from rope_extend.training.recipe import Recipe
 
 recipe_or_model = argument(find_recipe)
@@ -108,7 +108,7 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         "the largest number of passes and tokens, the memory and the estimated time, for which neither "
         "--data nor weights are needed"
     )
-    add_settings(parser, SearchConfig, LOAD_FIELDS, "a search", plan)
+    add_settings(parser, SearchConfig, "a search", plan)
 
 
 def search(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from rope_extend.checks import FLAG, Kind, choice, or_word, require
 from rope_extend.config import (
@@ -35,9 +35,6 @@ from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_path
 from rope_extend.units import memory_size
-
-if TYPE_CHECKING:
-    from rope_extend.models.load_options import LoadOptions
 
 AS_IS = "as-is"
 """The row that keeps the encoding of the checkpoint's config."""
@@ -86,6 +83,21 @@ CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True, item=choice(*TASKS).parse)
 
 
+TrainedLength = Annotated[
+    int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
+]
+TextColumn = Annotated[str, TEXT, "column of the text, in tabular data"]
+Split = Annotated[str, TEXT, "split of a hub dataset"]
+Device = Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"]
+Dtype = Annotated[
+    str | None,
+    choice(*DTYPES),
+    "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
+]
+Attention = Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"]
+LOADING = "loading the model"
+"""Heading of the fields of `LoadOptions` in help."""
+
 _BLOCKS = "blocks of targets that the cropped control scores beyond its window; each costs a window"
 DEPTHS, TRIALS = 5, 4
 """Depths of the passkeys of an evaluation, and by default the number at each."""
@@ -114,27 +126,21 @@ class ModelConfig(Config):
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
     output: Annotated[str | None, PATH, "directory of the report"] = None
-    trained_length: Annotated[
-        int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
-    ] = None
+    trained_length: TrainedLength = None
     max_documents: Annotated[
         int | None, or_word(POSITIVE_COUNT, None), "number of documents to use; null uses all"
     ] = 16
-    text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
-    split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
-    device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
+    text_column: TextColumn = "text"
+    split: Split = "train"
+    device: Device = None
     device_map: Annotated[
         str | None,
         choice(*DEVICE_MAPS),
         "strategy that spreads the model over all GPUs, then over host memory and disk: "
         f"{', '.join(DEVICE_MAPS)}",
     ] = None
-    dtype: Annotated[
-        str | None,
-        choice(*DTYPES),
-        "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
-    ] = None
-    attention: Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"] = None
+    dtype: Dtype = None
+    attention: Attention = None
     quantize: Annotated[
         str | None, choice(*QUANTIZED), "quantization of the weights on load, by bitsandbytes"
     ] = None
@@ -163,6 +169,9 @@ class ModelConfig(Config):
     command: ClassVar[str] = "evaluate"
     """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        LOADING: ("device", "device_map", "dtype", "attention", "quantize", "limit_memory"),
+    }
     flags: ClassVar[Mapping[str, str]] = {"attention": "--attn", "max_documents": "--documents"}
 
     def __post_init__(self) -> None:
@@ -194,16 +203,6 @@ class ModelConfig(Config):
     def default_text(cls, item: Field[Any]) -> str | None:
         """The default of a field for help; booleans and empty lists need none."""
         return None if item.default == () or isinstance(item.default, bool) else super().default_text(item)
-
-    def load_options(self) -> LoadOptions:
-        """How the model is loaded."""
-        from rope_extend.models.load_options import LoadOptions
-
-        return LoadOptions.of(self)
-
-
-LOAD_FIELDS = ("device", "device_map", "dtype", "attention", "quantize", "limit_memory")
-"""Fields that say how the model is loaded; `--help` lists them in a group of their own."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +250,7 @@ class EvaluationConfig(ModelConfig):
             "protocol", "window", "control_blocks", "stride", "last", "max_tokens", "chunk", "split_window",
             "retrieval", "retrieval_lengths",
         ),
+        **ModelConfig.groups,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -273,9 +273,10 @@ class EvaluationConfig(ModelConfig):
         trials = self.retrieval
         if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
             trials = TRIALS if more or extended else 0
-        unasked, lengths = None if trained in more else trained, tuple(sorted({trained, *more}))
-        asked = Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), unasked=unasked)
-        return asked if trials else Prompts()
+        if not trials:
+            return Prompts()
+        optional, lengths = None if trained in more else trained, tuple(sorted({trained, *more}))
+        return Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), optional_length=optional)
 
     @property
     def window_settings(self) -> WindowSettings:
@@ -311,12 +312,13 @@ class PromptConfig(ModelConfig):
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
+        **ModelConfig.groups,
     }
 
-    def asked(self, lengths: Iterable[int], unasked: int | None = None) -> Prompts:
+    def prompts_at(self, lengths: Iterable[int], optional_length: int | None = None) -> Prompts:
         """The prompts of these lengths."""
         how = (*depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
-        return Prompts(self.tasks, tuple(sorted(lengths)), *how, unasked) if self.tasks else Prompts()
+        return Prompts(self.tasks, tuple(sorted(lengths)), *how, optional_length) if self.tasks else Prompts()
 
 
 @dataclass(frozen=True)
@@ -335,8 +337,8 @@ class RetrievalConfig(PromptConfig):
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
         """Prompts of the lengths, and with controls of the trained window."""
-        unasked = None if trained in (self.lengths or ()) else trained
-        return self.asked({*lengths, trained} if self.cropped else lengths, unasked)
+        optional_length = None if trained in (self.lengths or ()) else trained
+        return self.prompts_at({*lengths, trained} if self.cropped else lengths, optional_length)
 
 
 METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
@@ -392,4 +394,4 @@ class StudyConfig(PromptConfig):
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
         """Prompts of the task lengths."""
-        return self.asked(self.task_lengths or ())
+        return self.prompts_at(self.task_lengths or ())

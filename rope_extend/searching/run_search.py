@@ -16,6 +16,7 @@ from rope_extend.data.sources import check_outside
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import LOADING
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
@@ -24,12 +25,13 @@ from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
+from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching.evaluations import Evaluator, score
-from rope_extend.searching.search_config import HELD_OUT_TABLES, LOAD_FIELDS, ORIGINAL, SearchConfig
+from rope_extend.searching.search_config import HELD_OUT_TABLES, ORIGINAL, SearchConfig
 from rope_extend.searching.search_log import LOG, SearchLog
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import Space
@@ -41,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _NOT_IN_IDENTITY = (
     "model", "data", "output", "short", "start", "current_length", "iterations", "text_column", "split",
-    *LOAD_FIELDS,
+    *SearchConfig.groups[LOADING],
 )  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own.
 
@@ -89,7 +91,7 @@ def _search(
     """As `search`, in a directory that no other process writes to."""
     tokenizer = pretrained(AutoTokenizer, config.model)
     documents = search_documents(config, tokenizer)
-    model = config.load_options().load(config.model)
+    model = LoadOptions.of(config).load(config.model)
     if output is not None and overwrite:
         for name in (*FILES[::-1], LOG):  # the encoding first: it must not stay next to another log
             (output / name).unlink(missing_ok=True)
@@ -147,7 +149,7 @@ def plan_search(config: SearchConfig) -> SearchPlan:
 
 
 def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
-    options = config.load_options()
+    options = LoadOptions.of(config)
     empty = options.empty(config.model)
     strategy = STRATEGIES[config.strategy]
     space = _space(config, empty, strategy.head_room)

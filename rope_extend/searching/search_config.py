@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from rope_extend.checks import FLAG, choice, number, whole
-from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, TEXT, Config
+from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
 from rope_extend.errors import refuse_if
+from rope_extend.evaluation.evaluation_config import (
+    LOADING,
+    Attention,
+    Device,
+    Dtype,
+    Split,
+    TextColumn,
+    TrainedLength,
+)
 from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
-from rope_extend.models.load_choices import ATTENTION, DTYPES
 from rope_extend.models.locating import check_path
-
-if TYPE_CHECKING:
-    from rope_extend.models.load_options import LoadOptions
 
 RACE, GENETIC = "race", "longrope"
 """The strategies by name, the default first."""
@@ -105,23 +110,18 @@ class SearchConfig(Config):
     parents: Annotated[int, whole(2), "best candidates that are kept (default: 32)"] = BY_TARGET
     iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
-    trained_length: Annotated[
-        int | None, LENGTH, "pretrained window in tokens, if the config has none or a wrong one"
-    ] = None
-    text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
-    split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
-    device: Annotated[str | None, TEXT, "device, such as cuda:1 (default: the GPU, if any)"] = None
-    dtype: Annotated[
-        str | None,
-        choice(*DTYPES),
-        "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
-    ] = None
-    attention: Annotated[str | None, choice(*ATTENTION), "attention implementation (default: sdpa)"] = None
+    trained_length: TrainedLength = None
+    text_column: TextColumn = "text"
+    split: Split = "train"
+    device: Device = None
+    dtype: Dtype = None
+    attention: Attention = None
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "what is measured": ("documents", "holdout", "lengths", "short"),
         "evolution": ("population", "mutants", "crossovers", "parents", "iterations", "probability"),
+        LOADING: ("device", "dtype", "attention"),
     }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
     flags: ClassVar[Mapping[str, str]] = {"attention": "--attn"}
@@ -161,17 +161,3 @@ class SearchConfig(Config):
     def race_passes(self) -> int:
         """Documents that the race may measure before the held-out ones, each counted once for a candidate."""
         return PAPER_EVALUATIONS * self.documents // RACE_SHARE - HELD_OUT_TABLES * self.holdout
-
-    def load_options(self) -> LoadOptions:
-        """How the model is loaded.
-
-        Raises:
-            RopeExtendError: this machine does not support one of the options.
-        """
-        from rope_extend.models.load_options import LoadOptions
-
-        return LoadOptions.of(self)
-
-
-LOAD_FIELDS = ("device", "dtype", "attention")
-"""Fields that say how the model is loaded; the other fields say what is searched."""

@@ -18,7 +18,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import how_it_was_made
 from rope_extend.evaluation.evaluation_config import (
-    LOAD_FIELDS,
+    LOADING,
     EvaluationConfig,
     ModelConfig,
     RetrievalConfig,
@@ -81,9 +81,9 @@ def test_values_from_yaml_flags_and_python_are_equal() -> None:
 
 
 def test_load_options_are_those_of_the_settings() -> None:
-    assert {item.name for item in fields(LoadOptions)} == {*LOAD_FIELDS, "split_window"}
+    assert {item.name for item in fields(LoadOptions)} == {*ModelConfig.groups[LOADING], "split_window"}
     config = EvaluationConfig(model=MODEL_DIR, device="cpu", dtype="float32", limit_memory="2GB")
-    options = config.load_options()
+    options = LoadOptions.of(config)
     assert (options.device, str(options.dtype), options.limit_memory) == ("cpu", "torch.float32", 2 * 10**9)
 
 

@@ -39,7 +39,7 @@ def parse(text: str) -> LoadOptions:
     parser = argparse.ArgumentParser()
     add_flags(parser, EvaluationConfig)
     arguments = parser.parse_args([*shlex.split(text), "--model", "m", "--data", "d"])
-    return from_arguments(EvaluationConfig, arguments).load_options()
+    return LoadOptions.of(from_arguments(EvaluationConfig, arguments))
 
 
 def test_options() -> None:
