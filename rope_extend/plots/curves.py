@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from rope_extend.plots.style import (
     INK,
+    LINE,
+    QUIET,
     Canvas,
     Floats,
     draw_line,
@@ -20,6 +23,11 @@ from rope_extend.plots.style import (
     mark_window,
     perplexity_axis,
 )
+from rope_extend.units import format_length
+
+WITH_CROPPED = "compared with a cropped context"
+LEAST_SHOWN, MOST_SHOWN = 2, 15
+"""Bounds of the change in percent up to which the axis of a comparison goes, unless a gain is larger."""
 
 
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
@@ -33,7 +41,7 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     axes = canvas.axes
     for row, style in line_styles(rows):
         lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
-        draw_line(axes, lengths, values, markersize=5.5, **style)
+        draw_line(axes, lengths, values, **style)
     perplexity_axis(axes)
     length_axis(axes, sorted({length for row in rows for length in row.result.ppl}), "length, tokens")
     mark_window(axes, rows[0].trained_length)
@@ -41,37 +49,75 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
 
 
 def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
-    """Draw the mean loss in nats per token against the position of the predicted token.
+    """Draw what a longer context gives at each position of the predicted token.
 
-    Rows with a control whose context is cropped are drawn as their difference from theirs, on an axis that is
-    logarithmic beyond 0.1 nats: texts differ far more from place to place than rows do in one place.
+    This is perplexity divided by that of the control whose context is cropped, as a change in percent: texts
+    differ far more from place to place than rows do in one place. The title says which row is best beyond the
+    window. Rows far above the control leave the picture at its top, so that small gains can be seen. Without
+    a control it is the mean loss in nats per token.
+
     Arguments and errors are those of `plot_perplexity`.
     """
-    canvas = Canvas(path, "Loss by position", room=16)
-    axes, label = canvas.axes, "loss, nats per token"
-    longest = max((row.result.max_length for row in rows), default=1)
+    styled = line_styles(rows)
     controls = {id(row): row.control_in(rows) for row in rows}
-    for row, style in line_styles(rows):
+    compared = [row for row in rows if controls[id(row)]]
+    best, title, subtitle = _finding(compared, controls) if compared else (None, "Loss by position", "")
+    canvas = Canvas(path, title, subtitle, room=16)
+    axes = canvas.axes
+    longest, lines = max((row.result.max_length for row in rows), default=0), []
+    for row, style in styled:
         control, result = controls[id(row)], row.result
         edges, losses, terms = result.block_edges[:-1], result.block_nll, result.block_terms
         if control is not None:
-            edges, before, losses, terms = result.on_targets_of(control.result)
-            losses = losses - before
-        elif any(controls.values()):
+            edges, _, before, after, terms = result.on_targets_of(control.result)
+            losses = after - before
+        elif compared:
             losses = losses * math.nan
-        draw_line(axes, *loss_by_group(edges, losses, terms, result.max_length), **style)
-    if any(controls.values()):
-        label = f"{label}, minus that of the cropped context"
-        axes.set_yscale("symlog", linthresh=0.1)
-        axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.05, 0, 0.05, 0.1, 1, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylabel(label, color=INK)
+        positions, means = loss_by_group(edges, losses, terms, result.max_length)
+        style |= {"linewidth": 2 * LINE} if row is best else {}
+        lines.append((positions, 100 * np.expm1(np.minimum(means, 700)) if compared else means, style))
+    top = math.inf
+    if compared:
+        nearest = next(values for (row, _), (_, values, _) in zip(styled, lines, strict=True) if row is best)
+        top = _zoom(axes, np.concatenate([values for _, values, _ in lines]), nearest)
+    for positions, values, style in lines:
+        if np.nanmin(values, initial=math.inf) > top:
+            style["label"] += " (above)"
+        draw_line(axes, positions, values, inside=bool(compared), **style)
+    axes.set_ylabel(f"perplexity, {WITH_CROPPED}" if compared else "loss, nats per token", color=INK)
     in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)
     text = f"position in the {'document' if in_documents else 'window'}, tokens"
     length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)
     axes.set_xlim(0, longest)
     mark_window(axes, rows[0].trained_length)
     return canvas.save()
+
+
+def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
+    """The row that gains most over its control, and whether that is clear in a sentence and a half."""
+    gains = [(row.result.against(controls[id(row)].result)[-1], row) for row in rows]
+    gain, row = min(gains, key=lambda each: each[0].nats if math.isfinite(each[0].nats) else math.inf)
+    beyond = f"beyond {format_length(controls[id(row)].result.window)} tokens"
+    subtitle = f"{WITH_CROPPED}; {gain.documents} documents"
+    if gain.clear and gain.nats < 0:
+        label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
+        return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
+    return row, f"No row clearly has lower perplexity {beyond}", subtitle
+
+
+def _zoom(axes: Axes, values: Floats, nearest: Floats) -> float:
+    """Make the vertical axis one of changes in percent, with all gains, small losses and the nearest row.
+
+    Returns:
+        The top of the axis.
+    """
+    lowest, highest = np.nanmin(values, initial=0), np.nanmax(values, initial=0)
+    most = max(MOST_SHOWN, -lowest, min(np.nanmax(nearest, initial=0), 100))
+    top = 1.1 * float(np.clip(highest, max(LEAST_SHOWN, -lowest), most))
+    axes.set_ylim(1.1 * min(lowest, -LEAST_SHOWN), top)
+    axes.axhline(0, color=QUIET, linewidth=1, zorder=1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g} %" if value else "equal"))
+    return top
 
 
 def loss_by_group(edges: Any, losses: Any, terms: Any, longest: int) -> tuple[Floats, Floats]:

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.style import INK, QUIET, Canvas, draw_line, method_colour
+from rope_extend.plots.style import INK, QUIET, TEXT, Canvas, draw_line, method_colour
 from rope_extend.units import format_length
 
 
@@ -51,7 +51,7 @@ def plot_frequencies(
     axes.annotate(
         f"trained window, {format_length(shape.trained_length)}",
         (1, shape.trained_length), (-2, 4), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-        ha="right", color=QUIET, fontsize=9,
+        ha="right", color=QUIET, fontsize=TEXT,
     )  # fmt: skip
     axes.set_xlabel("channel pair", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

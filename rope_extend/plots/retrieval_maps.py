@@ -12,7 +12,10 @@ import numpy as np
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
     INK,
+    INTERVAL,
     MOST_TICKS,
+    PALETTE,
+    TEXT,
     Canvas,
     draw_line,
     length_axis,
@@ -40,9 +43,9 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
         x, y = np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
         axes.vlines(
             x, [100 * rate.low for rate in rates], [100 * rate.high for rate in rates], color=style["color"],
-            linewidth=4, alpha=0.18, zorder=2,
+            linewidth=INTERVAL, alpha=0.18, zorder=2,
         )  # fmt: skip
-        draw_line(axes, x, y, markersize=5.5, **style)
+        draw_line(axes, x, y, **style)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("trials solved, %", color=INK)
     length_axis(axes, sorted({n for row in rows for n in row.retrieval.lengths(task)}), "length, tokens")
@@ -75,7 +78,7 @@ def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
     for (line, column), share in np.ndenumerate(shares):
         if np.isfinite(share) and has_room:
             colour = "white" if share < 55 else INK  # legible on cividis
-            axes.text(column, line, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
+            axes.text(column, line, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=TEXT)
     for set_ticks, values in (
         (axes.set_xticks, [*map(format_length, lengths)]),
         (axes.set_yticks, [f"{100 * depth:.0f} %" for depth in depths]),
@@ -88,6 +91,6 @@ def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
     trained = row.trained_length
     if trained is not None:
         edge = sum(length <= trained for length in lengths) - 0.5
-        axes.axvline(edge, color="#D55E00", linewidth=2.5, clip_on=False)
+        axes.axvline(edge, color=PALETTE[1], linewidth=2.5, clip_on=False)
         note(axes, f"trained window, {format_length(trained)}", edge, ha="center")
     return canvas.save()

@@ -7,6 +7,7 @@ distinction: lines have markers, and dashes distinguish untrained from fine-tune
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,12 @@ METHODS = (  # of each colour of the palette: methods that are often in one pict
     "abf kerple p_rope sinks",
 )
 INK, QUIET, _GRID = "#222222", "#777777", "#E4E4E4"
+SIZE = (8.0, 4.8)
+"""Width and height of a picture in inches, without its legend."""
+TITLE_TEXT, TEXT = 13.0, 9.5
+"""Sizes of the heading and of all other text, in points."""
+LINE, MARKER, INTERVAL = 1.8, 5.5, 4.0
+"""Widths of lines, of their markers and of intervals, in points."""
 MOST_TICKS = 12
 """The largest number of labels that fit next to each other."""
 UNTRAINED, TUNED, CROPPED = "--", "-", ":"
@@ -66,28 +73,35 @@ class Canvas:
             raise RopeExtendError(
                 f"unknown picture format {self.path.suffix!r}: {str(path)!r} must end in {', '.join(FORMATS)}"
             )
-        self.figure = Figure(figsize=(8, 4.8), layout="constrained", facecolor="white")
+        self.figure = Figure(figsize=SIZE, layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
         self.axes: Axes = self.figure.subplots()
         self.axes.spines[["top", "right"]].set_visible(False)
         self.axes.spines[["left", "bottom"]].set_color(QUIET)
-        self.axes.tick_params(colors=INK, labelsize=9.5)
+        self.axes.tick_params(colors=INK, labelsize=TEXT)
         self.axes.grid(axis="y", color=_GRID, linewidth=0.8)
         self.axes.set_axisbelow(True)
         pad = room + (26 if subtitle else 10)
-        self.axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
+        self.axes.set_title(title, loc="left", color=INK, fontsize=TITLE_TEXT, fontweight="bold", pad=pad)
         self.axes.annotate(
             subtitle, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
-            color=QUIET, fontsize=9.5, parse_math=False,
+            color=QUIET, fontsize=TEXT, parse_math=False,
         )  # fmt: skip
 
     def save(self) -> Path:
-        """Write the file, in a directory that is created if missing; returns its path."""
+        """Write the file, in a directory that is created if missing; returns its path.
+
+        The legend is below the axes, and the picture is higher by its lines.
+        """
         handles, labels = self.axes.get_legend_handles_labels()
         if labels:
+            columns = max(1, min(3, 105 // (max(map(len, labels)) + 10)))
+            width, height = self.figure.get_size_inches()
+            self.figure.set_size_inches(width, height + 0.2 * math.ceil(len(labels) / columns))
             shown = self.figure.legend(
-                handles, labels, loc="outside right upper", frameon=False, fontsize=9.5, labelcolor=INK
-            )
+                handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=TEXT,
+                labelcolor=INK,
+            )  # fmt: skip
             for text in shown.get_texts():
                 text.set_parse_math(False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,34 +110,35 @@ class Canvas:
         return self.path
 
 
-def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
-    """Write a figure; an equal figure makes an equal file.
-
-    Args:
-        figure: the figure.
-        path: the file; its suffix does not matter.
-        kind: `png`, `svg` or `pdf`.
-        dpi: dots per inch of a PNG file.
-    """
+def write_figure(figure: Figure, path: Path, kind: str) -> None:
+    """Write a figure as `png`, `svg` or `pdf`, whatever the suffix; an equal figure makes an equal file."""
     unstated: dict[str, dict[str, None]] = {
         "svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
         "pdf": {"CreationDate": None},
     }
     # Text as text, and names in an SVG file that are not random.
     with rc_context({"svg.hashsalt": "rope_extend", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=dpi, format=kind, metadata=unstated.get(kind))
+        figure.savefig(path, dpi=200, format=kind, metadata=unstated.get(kind))
 
 
 def method_colour(method: str) -> str:
-    """The colour of a method in every picture; of a composition such as `resonance(yarn)`, the outer's.
+    """The colour of a method in every picture; of a composition such as `resonance(yarn)`, the outer's."""
+    return _method_style(method)[0]
 
-    A method that is not in `METHODS` has one by its name, so that it changes no other method's.
+
+def _method_style(method: str) -> tuple[str, int]:
+    """The colour of a method and the number of its marker, which differs from others of this colour.
+
+    A method that is not in `METHODS` has them by its name, so that it changes no other method's.
     """
     name = method.partition("(")[0].strip()
     if name == "none" or name not in method_names():
-        return PLAIN
-    listed = [colour for colour, names in zip(PALETTE, METHODS, strict=True) if name in names.split()]
-    return listed[0] if listed else PALETTE[crc32(name.encode()) % len(PALETTE)]
+        return PLAIN, len(PALETTE)
+    for number, names in enumerate(METHODS):
+        if name in (listed := names.split()):
+            return PALETTE[number], number + listed.index(name)
+    number = crc32(name.encode()) % len(PALETTE)
+    return PALETTE[number], number
 
 
 def styles_of(lines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -131,11 +146,10 @@ def styles_of(lines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     seen: Counter[tuple[str, str]] = Counter()
     styles = []
     for line in lines:
-        colour, step = method_colour(line[0]), seen[line]
+        (colour, number), step = _method_style(line[0]), seen[line]
         seen[line] += 1
         shade = to_hex([(1 - min(step, 3) / 5) * channel for channel in to_rgb(colour)])
-        marker = MARKERS[(([*PALETTE, PLAIN].index(colour)) + step) % len(MARKERS)]
-        styles.append({"color": shade, "marker": marker})
+        styles.append({"color": shade, "marker": MARKERS[(number + step) % len(MARKERS)]})
     return styles
 
 
@@ -150,19 +164,19 @@ def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
     dashes = [CROPPED if row.cropped else UNTRAINED if row.adapter is None else TUNED for row in rows]
     styles = styles_of([(row.method, dash) for row, dash in zip(rows, dashes, strict=True)])
     return [
-        (row, {**style, "linestyle": dash, "linewidth": 1.8, "label": f" {row.label:.60}",
-               **({"markerfacecolor": "white"} if row.adapter is None else {})})
+        (row, {**style, "linestyle": dash, "linewidth": LINE, "markersize": MARKER,
+               "label": f" {row.label:.60}", **({"markerfacecolor": "white"} if row.adapter is None else {})})
         for row, dash, style in zip(rows, dashes, styles, strict=True)
     ]  # fmt: skip
 
 
-def draw_line(axes: Axes, x: Floats, y: Floats, **style: Any) -> None:
-    """Draw the finite part of a line; one that has none is not in the legend."""
+def draw_line(axes: Axes, x: Floats, y: Floats, *, inside: bool = False, **style: Any) -> None:
+    """Draw the finite part of a line, if need be only `inside` the axes; one without is not in the legend."""
     finite = np.isfinite(y)
     if len(x) > 2 * MOST_TICKS:  # markers would hide the line
         style["marker"] = ""
     if finite.any():
-        axes.plot(x[finite], y[finite], clip_on=False, zorder=3, **style)
+        axes.plot(x[finite], y[finite], clip_on=inside, zorder=3, **style)
 
 
 def perplexity_axis(axes: Axes) -> None:
@@ -202,5 +216,5 @@ def note(axes: Axes, text: str, at: float, **options: Any) -> None:
     """A quiet text above the axes, at a value of the horizontal axis."""
     axes.annotate(
         text, (at, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET,
-        fontsize=9, **options,
+        fontsize=TEXT - 0.5, **options,
     )  # fmt: skip

@@ -16,7 +16,7 @@ TEXT, PAGE = "report.md", "report.html"
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a report; on the page it is an SVG drawing on white.
+    """A picture of a report; on the page it is an SVG drawing, which a dark page inverts.
 
     Attributes:
         heading: what it shows.
@@ -38,6 +38,8 @@ class Picture:
             path = Path(directory) / "picture.svg"
             self.draw(path)
             text = path.read_text(encoding="utf-8")
+        # The background is that of the page. It is drawn first, for the figure and for the axes.
+        text = text.replace('style="fill: #ffffff"', 'style="fill: none"', 2)
         # Names such as `axes_1` would stand on a page as often as it has pictures.
         return re.sub(r' id="[a-z0-9]+_\d+"', "", text[text.index("<svg") :])
 

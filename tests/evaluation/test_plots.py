@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,7 +17,7 @@ from test_report import TRAINED, row, several_rows
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.report_files import read_results
-from rope_extend.evaluation.results import Cell, RetrievalResult
+from rope_extend.evaluation.results import RetrievalResult, Scores
 from rope_extend.plots import curves as plots
 from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
@@ -62,8 +63,11 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
     assert path == tmp_path / "deep" / "perplexity.png"
     with Image.open(SAVE(drawn[0])) as image:
-        assert image.size == (1600, 960)
+        assert image.width == 1600
         assert len(image.convert("RGB").getcolors(2**20)) > 100
+    (legend,), figure = drawn[0].figure.legends, drawn[0].figure
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0 + 1  # below the axes, on no line
 
 
 def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_path: Path) -> None:
@@ -76,10 +80,13 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
     assert (found["YaRN + LoRA"].get_linestyle(), found["YaRN"].get_linestyle()) == ("-", "--")
     assert found["linear"].get_marker() == found["linear + LoRA"].get_marker() != found["YaRN"].get_marker()
     assert found["LoRA, cropped"].get_linestyle() == ":"
-    # Rows that dashes cannot distinguish have different shades.
+    # Rows that dashes cannot distinguish have different shades, and methods of one colour other markers.
     several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0)]
+    several += [row(method, method, 2.5) for method in ("dynamic_yarn", "self_extend")]
     plots.plot_perplexity(several, tmp_path / "b.png")
-    assert len({to_hex(line.get_color()) for line in lines(drawn[1].axes).values()}) == 3
+    styles = {(to_hex(line.get_color()), line.get_marker()) for line in lines(drawn[1].axes).values()}
+    assert len(styles) == 5
+    assert len({colour for colour, _ in styles}) == 4
 
 
 def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
@@ -89,7 +96,10 @@ def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
     plots.plot_perplexity([bad, worse], tmp_path / "a.png")
     assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
     assert [*lines(drawn[0].axes)] == ["bad"]
-    plots.plot_loss_by_position([bad, worse], tmp_path / "b.png")
+    control = replace(worse, label="c", encoding=None)
+    control = replace(control, result=replace(control.result, protocol="cropped", window=32))
+    for some in ([bad, worse], [worse, control], [row("good", "ntk", 1.0, ppl=worse.result.ppl), control]):
+        plots.plot_loss_by_position(some, tmp_path / "b.png")
 
 
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
@@ -102,22 +112,41 @@ def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> No
     assert (y[x < 64] == 2).all()
     assert (y[x >= 64] == 5).all()
     assert len(x) == 24
-    # With a control: the difference from it. A row of another text has none.
-    control = replace(
-        row("cropped", "none", 1.0), result=replace(steps.result, protocol="cropped", window=32)
-    )
-    other = row("other", "ntk", 1.0, data="f" * 16)
-    better = row("better", "yarn", 1.0, block_nll=steps.result.block_nll - 0.5 * (np.arange(256) > 127))
-    plots.plot_loss_by_position([control, better, other], tmp_path / "b.png")
-    assert [*lines(drawn[1].axes)] == ["cropped", "better"]
-    assert not lines(drawn[1].axes)["cropped"].get_ydata().any()
-    x, y = lines(drawn[1].axes)["better"].get_data()
-    np.testing.assert_allclose(y, -0.5 * (x > 128), atol=1e-12)
+
+
+def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path) -> None:
+    """With a control: the change of perplexity in percent. A row of another text has none."""
+    shape = np.tile(5.0 * (np.arange(256) > 0), (3, 1))
+    spread = np.outer([0.01, 0.0, -0.01], np.arange(256) > 127)
+
+    def at(label: str, nats: float, method: str = "yarn", **changes: Any) -> rx.EvaluationRow:
+        return row(label, method, 1.0, block_nll=shape + nats * (np.arange(256) > 127) + spread, **changes)
+
+    control = at("cropped", 0.0, "none", protocol="cropped", window=32)
+    control = replace(control, result=replace(control.result, block_nll=shape))
+    better, failed = at("better", -0.1), at("failed", 9.0, "linear")
+    other = at("other", 0, "ntk", data="f" * 16)
+    plots.plot_loss_by_position([control, better, failed, other], tmp_path / "b.png")
+    axes = drawn[0].axes
+    assert [*lines(axes)] == ["cropped", "better", "failed"]
+    assert not lines(axes)["cropped"].get_ydata().any()
+    x, y = lines(axes)["better"].get_data()
+    np.testing.assert_allclose(y, np.where(x > 128, 100 * math.expm1(-0.1), 0), atol=1e-9)
+    # 128 of the 224 targets beyond the window have the gain.
+    gain = 100 * -math.expm1(-0.1 * 128 / 224)
+    assert axes.get_title(loc="left") == f"better: {gain:.1f} % lower perplexity beyond 32 tokens"
+    low, high = axes.get_ylim()
+    assert low < 100 * math.expm1(-0.1) < 0 < high < 20  # what fails leaves the picture, and a gain fills it
+    assert lines(axes)["better"].get_linewidth() > lines(axes)["failed"].get_linewidth()
     # A row with an adapter: from the control that was trained too, as in the tables.
     trained = replace(control, label="trained", adapter="a")
     trained = replace(trained, result=replace(trained.result, block_nll=better.result.block_nll))
     plots.plot_loss_by_position([control, trained, replace(better, adapter="b")], tmp_path / "c.png")
-    assert not lines(drawn[2].axes)["better"].get_ydata().any()
+    assert not lines(drawn[1].axes)["better"].get_ydata().any()
+    assert drawn[1].axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32 tokens"
+    above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
+    plots.plot_loss_by_position([control, above], tmp_path / "d.png")
+    assert "failed (above)" in lines(drawn[2].axes)
 
 
 def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
@@ -166,7 +195,7 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
 
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     cells = [
-        Cell("passkey", 1000, depth, tuple(float(n < solved) for n in range(10)))
+        Scores("passkey", 1000, depth, tuple(float(n < solved) for n in range(10)))
         for depth, solved in ((0.7, 2), (0.8, 5), (0.9, 10))
     ]
     longer = [replace(cell, length=2048) for cell in cells]
