@@ -29,6 +29,7 @@ from rope_extend.encodings import encoding_names as encoding_names
 from rope_extend.errors import PatchError as PatchError
 from rope_extend.errors import RopeExtendError as RopeExtendError
 from rope_extend.errors import UnsupportedModelError as UnsupportedModelError
+from rope_extend.evaluation.evaluate import compare_methods as compare_methods
 from rope_extend.evaluation.evaluate import evaluate as evaluate
 from rope_extend.evaluation.evaluate import retrieve as retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig as EvaluationConfig
@@ -48,7 +49,6 @@ from rope_extend.patching import patch_model as patch_model
 from rope_extend.searching.run_search import search as search
 from rope_extend.searching.search_config import SearchConfig as SearchConfig
 from rope_extend.searching.search_result import SearchResult as SearchResult
-from rope_extend.study import compare_methods as compare_methods
 from rope_extend.training.chunked_loss import chunked_loss as chunked_loss
 from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe

@@ -242,7 +242,7 @@ def generate(arguments: argparse.Namespace) -> None:
     part = f"the first {prompt.used:,} of " if prompt.used < prompt.total else ""
     total = f"{arguments.file}: {part}{prompt.total:,} tokens"
     print(f"{total}; prompt: {len(prompt.ids):,} tokens", file=sys.stderr)
-    for label, model in subjects.answerers(before=not arguments.no_before):
+    for label, model in subjects.models(before=not arguments.no_before):
         print(f"--- {label}", flush=True)
         answer(
             model,

@@ -25,7 +25,6 @@ from rope_extend.cli.arguments import (
 from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
-    LOAD_FIELDS,
     EvaluationConfig,
     ModelConfig,
     RetrievalConfig,
@@ -145,7 +144,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str, plan: str) -> None:
     """Add the settings of a measurement, and adapters after the model."""
-    add_settings(parser, cls, LOAD_FIELDS, work, plan)
+    add_settings(parser, cls, work, plan)
     text = "directories of adapters, one row each"
     parser.add_argument("adapter_paths", nargs="*", metavar="ADAPTER", help=text)
 
@@ -181,10 +180,10 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
         return
 
     from rope_extend.evaluation.cells import our_parts
-    from rope_extend.evaluation.evaluate import measure
+    from rope_extend.evaluation.evaluate import compare_methods, measure
     from rope_extend.evaluation.output_directory import RESULTS
+    from rope_extend.models.load_options import LoadOptions
     from rope_extend.models.processes import is_main_process, process_count, processes
-    from rope_extend.study import compare_methods
     from rope_extend.training.launch import check_launch
 
     run: Any = compare_methods if isinstance(config, StudyConfig) else measure
@@ -199,7 +198,7 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
             how = "keeps what is finished; the same command with --resume continues"
             print(f"\n{output} {how}", file=sys.stderr)
         raise
-    if connected := processes(config.load_options().torch_device):
+    if connected := processes(LoadOptions.of(config).torch_device):
         connected.destroy_process_group()
     if is_main_process():
         print(found.markdown())

@@ -359,7 +359,7 @@ class Subjects:
         """Whether there is a model before and one after."""
         return len(self.candidates.encodings) + len(self.candidates.records) > 1
 
-    def answerers(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
+    def models(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
         """Load the model once; yield a label and the model as it was, if wanted, and as it is extended."""
         candidates, window = self.candidates, format_length(self.window)
         model = candidates.load_options.load(candidates.name)

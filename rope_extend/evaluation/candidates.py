@@ -61,7 +61,7 @@ class Candidates:
         An adapter of another model is refused, one that changes the model's own weights, and a method that
         changes nothing.
         """
-        load_options = load_options or config.load_options()
+        load_options = load_options or LoadOptions.of(config)
         empty = load_options.empty(config.model)
         model_info = info(empty, trained_length=config.trained_length)
         shape = model_info.shape
@@ -101,24 +101,20 @@ class Candidates:
             if record.encoding.name == PLAIN and record.target_length <= self.trained_length
         ]
 
-    def length_groups(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """The groups of lengths with equal tables, of the row of each method and then of each adapter.
+    def length_groups(self, lengths: Sequence[int]) -> dict[str, list[list[int]]]:
+        """The groups of lengths with equal tables, by the method or the directory of the adapter.
 
         One pass over a document measures a group, see `rope_extend.models.rotary_tables.length_groups`.
         """
-        groups = []
+        groups = {}
         with quiet_patching():
             for method in self.encodings:
                 with self._untrained(self.empty, method):
-                    groups.append(length_groups(self.empty, lengths))
-            for record in self.records.values():
-                with patch_model(
-                    self.empty,
-                    record.encoding,
-                    trained_length=record.shape.trained_length,
-                    target_length=record.target_length,
-                ):
-                    groups.append(length_groups(self.empty, lengths))
+                    groups[method] = length_groups(self.empty, lengths)
+            for adapter, record in self.records.items():
+                trained, target = record.shape.trained_length, record.target_length
+                with patch_model(self.empty, record.encoding, trained_length=trained, target_length=target):
+                    groups[adapter] = length_groups(self.empty, lengths)
         return groups
 
     @contextmanager

@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.collecting import PERPLEXITY, row_of
 from rope_extend.journal import Identity, Journal, differences
 
 CELLS = "cells.jsonl"
 """File of the finished cells. Its first line says which model they belong to."""
-PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
-"""Kinds of cells, in the order in which those of a row are measured."""
-
 ADVICE = "use the arguments of that measurement, another output directory, or overwrite=True to replace it"
 
 _PARTS = re.compile(r"cells(\.\d+)?\.jsonl")
@@ -32,8 +29,8 @@ _PARTS = re.compile(r"cells(\.\d+)?\.jsonl")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a measurement.
+class RowSpec:
+    """A row that is to be measured.
 
     Attributes:
         method: the untrained method; None for an adapter.
@@ -62,7 +59,7 @@ class Cell:
     """
 
     kind: str
-    row: Row
+    row: RowSpec
     number: int
     round: int
     work: float
@@ -123,7 +120,7 @@ class CellStore:
                 path.unlink()
 
     def close(self) -> None:
-        """Release the file; the cells stay in memory."""
+        """Close the file; the cells stay in memory."""
         self.journal.close()
 
 
@@ -133,15 +130,13 @@ def _journal(path: Path | None, model: Identity) -> Journal:
 
 def _check(record: Mapping[str, Any]) -> None:
     """Refuse what is no finished cell: the values of one make a row."""
-    trials = record["trials"] if record["kind"] == RETRIEVAL else ()
-    cells = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
-    EvaluationRow.from_dict({**record, "retrieval": {**record, "cells": cells}})
+    row = row_of(record)
     whole = isinstance(record["cell"], str) and isinstance(record["identity"], dict)
     if record["kind"] == PERPLEXITY:
-        whole &= bool(record["result"]["block_nll"]) and isinstance(record["document"], str)
-    else:
-        whole &= bool(trials)
-    if not whole or any(type(trial["trial"]) is not int for trial in trials):
+        result = row.result
+        whole &= result.block_nll.size > 0 and result.documents == 1
+        whole &= result.document_nll.keys() == result.ppl.keys()
+    if not whole or any(type(trial["trial"]) is not int for trial in record.get("trials", ())):
         raise ValueError("no finished cell")
 
 

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.prompts import joined_fingerprint
-from rope_extend.evaluation.results import Cell as RetrievalCell
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, Scores
+
+PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
+"""Kinds of cells, in the order in which those of a row are measured."""
 
 Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
+
+
+def row_of(cell: Values) -> EvaluationRow:
+    """A finished cell as a row: of one document, or of some prompts.
+
+    Raises:
+        RopeExtendError: the values are those of no finished cell.
+        KeyError, TypeError, AttributeError: likewise.
+    """
+    measured: dict[str, Any]
+    if cell["kind"] == PERPLEXITY:
+        measured = {"result": {**cell["result"], "document_names": [cell["document"]]}}
+    else:
+        trials = sorted(cell["trials"], key=lambda trial: trial["trial"])
+        scores = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
+        measured = {"retrieval": {**cell, "cells": scores}}
+    return EvaluationRow.from_dict({**cell, "result": None, **measured})
 
 
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRow]:
@@ -30,36 +48,37 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRo
         cells: the values of finished cells.
         labels: the labels of the rows, in order.
     """
-    cells = list(cells)
-    measured: dict[str, dict[str, PerplexityResult]] = {}
-    for values in cells:
-        if values["kind"] == PERPLEXITY:
-            result = PerplexityResult.from_dict(values["result"])
-            result = replace(result, document_names=[values["document"]])
-            measured.setdefault(values["label"], {})[result.data] = result
-    ranked = [label for label in labels if label in measured]
-    ranked.sort(key=lambda label: len(measured[label]), reverse=True)
+    scored: dict[str, dict[str, PerplexityResult]] = {}
+    answered: dict[str, list[RetrievalResult]] = {}
+    about: dict[str, EvaluationRow] = {}
+    for cell in sorted(cells, key=_trial):
+        row = about[cell["label"]] = row_of(cell)
+        if row.result:
+            scored.setdefault(row.label, {})[row.result.data] = row.result
+        else:
+            answered.setdefault(row.label, []).append(row.retrieval)
+    ranked = [label for label in labels if label in scored]
+    ranked.sort(key=lambda label: len(scored[label]), reverse=True)
     begun, shared = list[str](), list[str]()
     for n in range(len(ranked), 0, -1):
-        rows = [measured[label] for label in ranked[:n]]
+        rows = [scored[label] for label in ranked[:n]]
         shared = [data for data in rows[0] if all(data in row for row in rows)]
         if 2 * len(shared) >= len(rows[0]):
             begun = [label for label in labels if label in ranked[:n]]
             break
-    answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
-    about = {values["label"]: values for values in cells}
     return [
-        EvaluationRow(
-            **{item.name: about[label][item.name] for item in fields(EvaluationRow) if item.name in _SUBJECT},
-            result=merged([measured[label][data] for data in shared]) if begun else PerplexityResult(),
-            retrieval=answered.get(label, RetrievalResult()),
+        replace(
+            about[label],
+            result=merged([scored[label][data] for data in shared]) if begun else PerplexityResult(),
+            retrieval=_merged_answers(answered.get(label, [])),
         )
-        for label in begun or answered
+        for label in begun or [label for label in labels if label in answered]
     ]
 
 
-_SUBJECT = ("label", "encoding", "model", "adapter", "trained_length", "rope_parameters", "target_length")
-"""Fields of a row that each of its cells has."""
+def _trial(cell: Values) -> int:
+    """The number of the first trial of a cell; cells of documents stay in their order."""
+    return min((trial["trial"] for trial in cell.get("trials", ())), default=0)
 
 
 def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
@@ -85,39 +104,36 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         block_terms=np.concatenate([result.block_terms for result in results]),
         documents=len(results),
         data=joined_fingerprint(result.data for result in results),
-        forward_tokens=sum(result.forward_tokens for result in results),
-        seconds=sum(result.seconds for result in results),
-        peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         document_nll=nll,
         document_terms=terms,
         document_names=[name for result in results for name in result.document_names],
+        **_cost(results),
     )
 
 
-def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:
-    """The retrieval of each row that answered a prompt, from cells of a few prompts each."""
-    results = {}
-    for label in labels:
-        own = [cell for cell in cells if cell["label"] == label]
-        groups: dict[tuple[str, int, float | None], list[Values]] = {}
-        for trial in sorted((trial for cell in own for trial in cell["trials"]), key=lambda it: it["trial"]):
-            groups.setdefault((trial["task"], trial["length"], trial["depth"]), []).append(trial)
-        if groups:
-            results[label] = RetrievalResult(
-                tuple(_one_cell(trials) for trials in groups.values()),
-                crop=own[0]["crop"],
-                seconds=sum(cell["seconds"] for cell in own),
-                forward_tokens=sum(cell["forward_tokens"] for cell in own),
-                peak_memory_bytes=max(cell["peak_memory_bytes"] for cell in own),
-            )
-    return results
+def _merged_answers(parts: Sequence[RetrievalResult]) -> RetrievalResult:
+    """One result from the answers to a few prompts each, in order."""
+    if not parts:
+        return RetrievalResult()
+    groups: dict[tuple[str, int, float | None], list[Scores]] = {}
+    for part in parts:
+        for each in part.cells:
+            groups.setdefault((each.task, each.length, each.depth), []).append(each)
+    cells = tuple(
+        replace(
+            group[0],
+            scores=tuple(score for each in group for score in each.scores),
+            data=joined_fingerprint(str(each.data) for each in group),
+        )
+        for group in groups.values()
+    )
+    return RetrievalResult(cells, parts[0].crop, **_cost(parts))
 
 
-def _one_cell(trials: Sequence[Values]) -> RetrievalCell:
-    """The scores of some trials of one task, length and depth."""
-    first = trials[0]
-    return RetrievalCell(
-        first["task"], first["length"], first["depth"],
-        tuple(trial["score"] for trial in trials),
-        joined_fingerprint(trial["prompt"] for trial in trials),
-    )  # fmt: skip
+def _cost(parts: Sequence[PerplexityResult] | Sequence[RetrievalResult]) -> dict[str, Any]:
+    """The cost of several parts together."""
+    return {
+        "forward_tokens": sum(part.forward_tokens for part in parts),
+        "seconds": sum(part.seconds for part in parts),
+        "peak_memory_bytes": max(part.peak_memory_bytes for part in parts),
+    }

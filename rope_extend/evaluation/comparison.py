@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
 from rope_extend.units import format_length
 
@@ -52,13 +53,15 @@ class Comparison:
         """The difference of the losses at the longest length."""
         return max(self.differences, key=lambda change: change.length)
 
-    def by_document(self, length: int) -> list[tuple[str, float]]:
-        """The name of each document and its ratio to the control, on the targets beyond to `length`."""
-        if (sums := self.second.result.beyond(self.first.result, length)) is None:
-            return []
-        first, second, terms = sums
-        ratios = [ppl(nats) for nats in (second - first) / terms]
-        return [*zip(self.second.result.document_names, ratios, strict=False)]  # older results have no names
+    def by_document(self) -> list[tuple[int, str, float]]:
+        """Lengths beyond the window, names of documents, and their ratios to the control up to the length."""
+        common = self.second.result.on_targets_of(self.first.result)
+        names, ratios = self.second.result.document_names, list[tuple[int, str, float]]()
+        for change in self.differences:
+            if common and (sums := common.up_to(change.length)):
+                nats = (sums[1] - sums[0]) / sums[2]
+                ratios += zip(repeat(change.length), names, map(ppl, nats))  # older results have no names
+        return ratios
 
     @property
     def beyond(self) -> int | None:
@@ -98,18 +101,14 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
             )
     lengths = sorted(first.result.ppl.keys() & second.result.ppl.keys())
     found = beyond or differences(first.result, second.result, lengths)
-    changes, other = [], []
-    for task in first.retrieval.tasks:
-        for length in first.retrieval.lengths(task):
-            change = second.retrieval.against(first.retrieval, task, length)
-            if change is not None:
-                changes.append(RetrievalChange(task, length, change))
-            elif second.retrieval.at(task, length):
-                other.append(f"{task} at {length} tokens")
-    if other and not found:
+    before, after = first.retrieval, second.retrieval
+    changes = _changes(before, after)
+    answered = [(task, n) for task in before.tasks for n in before.lengths(task) if after.at(task, n)]
+    if len(changes) < len(answered) and not found:
+        task, length = next(each for each in answered if each not in [change[:2] for change in changes])
         raise RopeExtendError(
-            f"{rows} had different prompts of {other[0]}, so they cannot be compared; measure both with the "
-            "same depths, trials, seed, data and chat"
+            f"{rows} had different prompts of {task} at {length} tokens, so they cannot be compared; measure "
+            "both with the same depths, trials, seed, data and chat"
         )
     if not found and not changes:
         raise RopeExtendError(
@@ -192,17 +191,25 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     for row in rows:
         if row in bases or row.cropped:
             continue
-        found = (
-            differences(base.result, row.result, [trained]) if row.result.same_targets(base.result) else []
-        )
-        changes = [
-            RetrievalChange(task, trained, rates)
-            for task in row.retrieval.tasks
-            if (rates := row.retrieval.against(retrieved, task, trained)) is not None
-        ]
+        same = row.result.same_targets(base.result)
+        found = differences(base.result, row.result, [trained]) if same else []
+        changes = _changes(retrieved, row.retrieval, [trained])
         if found or (changes and not row.result):
             compared.append(Comparison(base, row, found, changes))
     return compared
+
+
+def _changes(
+    first: RetrievalResult, second: RetrievalResult, lengths: Sequence[int] | None = None
+) -> list[RetrievalChange]:
+    """The differences of the scores in all tasks with the same prompts, at some lengths or at all."""
+    return [
+        RetrievalChange(task, length, change)
+        for task in first.tasks
+        for length in first.lengths(task)
+        if (lengths is None or length in lengths)
+        and (change := second.against(first, task, length)) is not None
+    ]
 
 
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:

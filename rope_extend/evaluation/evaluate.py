@@ -1,24 +1,35 @@
-"""Measure a model under several methods and with adapters: `rope_extend.evaluate` and `retrieve`."""
+"""Measure a model under several methods and with adapters: `evaluate`, `retrieve` and `compare_methods`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shlex
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from typing import Any
 
 import yaml
 
 from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.evaluation_config import EvaluationConfig, ModelConfig, RetrievalConfig
+from rope_extend.evaluation.evaluation_config import (
+    EvaluationConfig,
+    ModelConfig,
+    RetrievalConfig,
+    StudyConfig,
+)
 from rope_extend.evaluation.labels import from_here
 from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.running import Found, run
-from rope_extend.files import public_name
-from rope_extend.models.processes import is_main_process
+from rope_extend.evaluation.running import Measured, run
+from rope_extend.evaluation.verdicts import decide
+from rope_extend.files import is_private, public_name
+from rope_extend.journal import only_writer
+from rope_extend.models.processes import is_main_process, processes
+from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
+from rope_extend.units import format_length
 
 
 def evaluate(
@@ -62,20 +73,43 @@ def retrieve(
     return measure(config, resume=resume, overwrite=overwrite, progress=progress).rows
 
 
-def measure(
-    config: ModelConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-    lead: Callable[[Found], Section] | None = None,
-) -> Found:
-    """Run a measurement, and write its report if the config has a directory for it; see `evaluate`.
+def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: bool = False) -> Measured:
+    """Measure a model under several methods, and with adapters, and say what to do.
+
+    Every row is measured on the same documents and prompts: perplexity at every length, passkeys at the
+    target, and the control whose context is cropped. Rows advance together, document by document, so the
+    report of an interrupted study is worth reading too.
+
+    The directory `config.output` gets the report of `rope_extend.evaluate`, which begins with the verdict,
+    and each finished cell. The same call with `resume=True` measures what is missing.
 
     Args:
-        lead: makes the section that the report begins with.
+        config: what to measure.
+        resume: use the finished cells in the output directory.
+        overwrite: delete the study in the output directory, once the model is loaded.
+
+    Returns:
+        The `rows`, what is `missing`, and the verdict as the first section of `lead`.
+
+    Raises:
+        RopeExtendError: as `evaluate`.
     """
-    if config.output is None and (resume or overwrite):
+    if config.output is None or (config.data is None and not config.tasks):
+        raise RopeExtendError("a report needs data and output; give long documents, and a directory")
+    return measure(config, resume=resume, overwrite=overwrite)
+
+
+def measure(
+    config: ModelConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
+) -> Measured:
+    """Measure everything that the settings ask for, and write the report.
+
+    No other process may write to the directory until the report is there.
+
+    Raises:
+        RopeExtendError: as `evaluate`.
+    """
+    if (resume or overwrite) and config.output is None:
         raise RopeExtendError(
             "resume and overwrite refer to a report on disk, and output is not set; set output"
         )
@@ -84,25 +118,44 @@ def measure(
         directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
         check_outside(directory, config.data)
     measurement = Measurement(config, progress=progress)
-
-    def report(found: Found) -> Found:
-        first = [lead(found)] if lead else []
-        if found.missing:
-            first.append(Section("Not measured yet", notes=counted_by_row(found.missing)))
-        if directory is not None and found.rows and is_main_process():
+    if connected := processes(measurement.candidates.load_options.torch_device):
+        connected.wait_for_everyone()  # no process changes the directory before all have checked it
+    with ExitStack() as stack:
+        if directory is not None and is_main_process():
+            stack.enter_context(only_writer(directory, "measurement"))
+            # Another one may have ended by now.
+            check_measurement(directory, overwrite=overwrite, resume=resume)
+        measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
+        if directory is not None and measured.rows and is_main_process():
+            public = f"path/to/{public_name(config.model)}" if is_private(config.model) else config.model
             try:
                 write_report(
-                    found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
-                    lead=first, end=[how_it_was_made(config)], unfinished=found.unfinished,
+                    measured.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
+                    lead=_lead(config, measured, public), end=[how_it_was_made(config)],
                 )  # fmt: skip
             except OSError as error:
                 raise RopeExtendError(
                     f"cannot write the report to {str(directory)!r}: {error}; free space on the disk, "
                     "and give resume=True: what is measured is kept"
                 ) from error
-        return replace(found, lead=first)
+    return replace(measured, lead=_lead(config, measured, config.model))
 
-    return run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress, report=report)
+
+def _lead(config: ModelConfig, measured: Measured, model: str) -> list[Part]:
+    """What a report begins with: the verdict, the next command for a model of this name, what is missing."""
+    decision, parts = decide(measured.rows, measured.unfinished), list[Part]()
+    if decision.verdicts or isinstance(config, StudyConfig):
+        parts.append(decision.section)
+    if decision.train and isinstance(config, StudyConfig):
+        assert config.target_length is not None
+        command = ["rope-extend", "advise", model, "--target-length", format_length(config.target_length)]
+        if config.trained_length is not None:
+            command += ["--trained-length", format_length(config.trained_length)]
+        text = shlex.join([*command, "--output", "recipe.yaml"])
+        parts.append(Code("What training takes on an H100, and a recipe; --gpu names another GPU", text))
+    if measured.missing:
+        parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
+    return parts
 
 
 def how_it_was_made(config: ModelConfig) -> Code:
@@ -110,15 +163,15 @@ def how_it_was_made(config: ModelConfig) -> Code:
 
     Reports are published, so of a path outside the working directory only the last part is shown.
     """
+
+    def public(value: Any) -> Any:
+        return [*map(public, value)] if isinstance(value, list) else public_name(from_here(value))
+
     values = config.to_dict()
     changed = {
         each.name: values[each.name] for each in fields(config) if getattr(config, each.name) != each.default
     }
-    for name in ("model", "adapters", "methods", "data", "output"):
-        given = changed.get(name) or []
-        if isinstance(given, list):
-            changed |= {name: [public_name(from_here(text)) for text in given]} if given else {}
-        else:
-            changed[name] = public_name(from_here(given))
+    named = {"model", "adapters", "methods", "data", "output"}
+    changed = {name: public(value) if name in named and value else value for name, value in changed.items()}
     file = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).rstrip("\n")
     return Code("The settings that made this report", f"# rope-extend {config.command} settings.yaml\n{file}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rope_extend.checkpoint.record import Record
@@ -10,8 +13,13 @@ from rope_extend.encodings import composed_name
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.files import public_name
+from rope_extend.files import is_private, public_name
 from rope_extend.units import format_length
+
+_NAMELESS = re.compile(
+    r"None|models?|final|merged|best|output|latest|snapshots|checkpoint-\d+|[0-9a-f]{12,}|"
+)
+"""Directories whose name does not say which model they hold."""
 
 
 def distinct_names(directories: Sequence[str | Path]) -> list[str]:
@@ -39,6 +47,25 @@ def from_here(name: str) -> str:
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return name
+
+
+def model_name(name: str) -> str:
+    """What a model is called in texts that people publish: its name and not `model`, `final` or a hash.
+
+    Of a directory, this is its name in the hub's cache or its own. If they say nothing, it is the
+    `_name_or_path` of its config, or the name of the directory above it.
+    """
+    if not Path(name).is_dir():
+        return public_name(from_here(name))
+    directory = Path(name).resolve()
+    names = [part[8:].replace("--", "/") for part in directory.parts if part.startswith("models--")]
+    names.append(directory.name)
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        names += [stored for stored in [str(config.get("_name_or_path"))] if not is_private(stored)]
+    if directory.parent != Path.home():
+        names.append(directory.parent.name)
+    return next((each for each in names if not _NAMELESS.fullmatch(Path(each).name)), public_name(name))
 
 
 def method_labels(methods: Collection[str]) -> dict[str, str]:

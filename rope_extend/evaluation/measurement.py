@@ -22,7 +22,8 @@ from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, Row, finished_in
+from rope_extend.evaluation.cells import Cell, RowSpec, finished_in
+from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.labels import adapter_labels, method_labels
@@ -74,7 +75,7 @@ class Measurement:
         plain = candidates.plain_methods
         extended = len(candidates.encodings) + len(candidates.records) > len(plain)
         extended &= bool(plain) or extends
-        self.asked = config.prompts(candidates.lengths, self.trained, extended=extended)
+        self.prompt_settings = config.prompts(candidates.lengths, self.trained, extended=extended)
         self.rule = protocol_named(config.protocol)
         self.lengths = list(candidates.lengths)
         if self.rule.nested and extends:  # a control, which comes with the same pass
@@ -82,9 +83,7 @@ class Measurement:
         self.settings = self.rule.check_settings(config.window_settings, self.lengths)
         self.crops = config.cropped and extends and config.protocol == "prefix"
         self.rows = self._rows(config.documents, config.cropped)
-        measured = {*candidates.encodings, *candidates.records}  # all but controls
-        whole = [row for row in self.rows if row.crop is None and (row.method or row.adapter) in measured]
-        self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
+        self.passes = self._pass_lengths()
         for method in candidates.encodings if config.split_window > 1 else ():
             with quiet_patching(), candidates.prepared(candidates.empty, method):
                 check_split(candidates.empty, config.split_window)
@@ -105,17 +104,18 @@ class Measurement:
             ]
             self._write_prompts(progress)
 
-    def _pass_lengths(self) -> list[list[int]]:
-        """The length of each pass over a document, of each method and then of each adapter.
+    def _pass_lengths(self) -> dict[str, list[int]]:
+        """The length of each pass over a document, by the method or the directory of the adapter.
 
         A nested protocol needs one pass for all lengths; one for each group of lengths with equal tables, if
         the tables depend on the length. Its windows of a fixed length have the same table at any length.
         """
         candidates, rule = self.candidates, self.rule
         if rule.nested and not rule.settings:
-            return [[group[-1] for group in groups] for groups in candidates.length_groups(self.lengths)]
+            groups = candidates.length_groups(self.lengths)
+            return {name: [group[-1] for group in several] for name, several in groups.items()}
         passes = [self.lengths[-1]] if rule.nested else self.lengths
-        return [passes] * (len(candidates.encodings) + len(candidates.records))
+        return dict.fromkeys([*candidates.encodings, *candidates.records], passes)
 
     def _plan(self) -> ForwardPlan | None:
         """The memory and time of windows of every length that occurs; None for a family without estimates."""
@@ -157,24 +157,24 @@ class Measurement:
 
     def _write_prompts(self, progress: bool) -> None:
         """The prompts in batches of one task and length, the first trial of all depths first."""
-        asked = self.asked
-        if not asked.tasks:
+        wanted = self.prompt_settings
+        if not wanted.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
-        template = asked.template or template_for(self.candidates.name)
-        tasks = make_tasks(asked.tasks, haystack=texts, template=template)
+        template = wanted.template or template_for(self.candidates.name)
+        tasks = make_tasks(wanted.tasks, haystack=texts, template=template)
         self.tasks = {task.name: task for task in tasks}
         shown = progress and is_main_process()
         for task in tasks:
-            for length in asked.lengths:
+            for length in wanted.lengths:
                 try:
-                    prompts = make_prompts(task, self.tokenizer, length, asked, progress=shown)
+                    prompts = make_prompts(task, self.tokenizer, length, wanted, progress=shown)
                 except RopeExtendError as error:
-                    if length != asked.unasked:
+                    if length != wanted.optional_length:
                         raise
                     logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
                     continue
-                size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(asked.depths)
+                size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(wanted.depths)
                 # No batch has prompts of two trials, so that answered ones stay as they are among more.
                 for end in range(trial, len(prompts) + 1, trial):
                     self.batches += [
@@ -186,30 +186,30 @@ class Measurement:
         """All prompts."""
         return [prompt for batch in self.batches for prompt in batch]
 
-    def _rows(self, documents: bool, controls: bool) -> list[Row]:
+    def _rows(self, documents: bool, controls: bool) -> list[RowSpec]:
         """The rows, each control with a cropped context after the row of the same weights."""
         candidates, crops = self.candidates, self.crops
         plain = next(iter(candidates.plain_methods), None)
         rows = []
         for method, label in method_labels(candidates.encodings).items():
-            rows.append(Row(label, method=method))
+            rows.append(RowSpec(label, method=method))
             if crops and method in candidates.plain_methods and (documents or method == plain):
                 rows.append(self._cropped(rows[-1]))
         if plain is None and controls and (crops or not documents):
-            control = Row(PLAIN, method=PLAIN)
+            control = RowSpec(PLAIN, method=PLAIN)
             rows.append(self._cropped(control) if crops else control)
         for adapter, label in adapter_labels(candidates.records).items():
-            rows.append(Row(label, adapter=adapter))
+            rows.append(RowSpec(label, adapter=adapter))
             if crops and adapter in candidates.plain_adapters:
                 rows.append(self._cropped(rows[-1]))
         return rows
 
-    def _cropped(self, row: Row) -> Row:
+    def _cropped(self, row: RowSpec) -> RowSpec:
         """A row with its context cropped to the trained window."""
         label = f"{row.label}, cropped to {format_length(self.trained)}"
         return replace(row, label=label, crop=self.trained)
 
-    def _answers(self, row: Row, length: int) -> bool:
+    def _answers(self, row: RowSpec, length: int) -> bool:
         """Whether a row answers prompts of a length; a control those that no other row of plain RoPE does."""
         alone = not self.candidates.plain_methods and row.adapter is None
         return row.crop is None or length > row.crop or alone
@@ -225,14 +225,14 @@ class Measurement:
         nearest = longer[0] if longer else self.plan.longest
         return nearest.seconds * tokens / nearest.length
 
-    def _windows(self, row: Row, tokens: int) -> list[int]:
+    def _windows(self, row: RowSpec, tokens: int) -> list[int]:
         """The tokens of each window of a row on a document."""
         rule, settings, longest = self.rule, self.settings, self.lengths[-1]
         if row.crop is not None:
             settings = {"window": row.crop, "blocks": self.config.control_blocks}
             rule, passes = PROTOCOLS["cropped"], [longest]
         else:
-            passes = self.passes[row]
+            passes = self.passes[row.method or row.adapter or ""]
         return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
 
     def cells(self) -> list[Cell]:
@@ -272,7 +272,7 @@ class Measurement:
                     work = sum(map(self._seconds, tokens))
                     yield Cell(RETRIEVAL, row, number, first.trial, work, sum(tokens), identity)
 
-    def _row_identity(self, row: Row) -> Identity:
+    def _row_identity(self, row: RowSpec) -> Identity:
         """The encoding of a row, and the files of its adapter that decide what is computed."""
         candidates = self.candidates
         if row.adapter is not None:

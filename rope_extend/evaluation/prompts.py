@@ -70,7 +70,8 @@ class Prompts:
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
         template: form of the passkey task; None for that of the model.
-        unasked: the one length that nobody asked for, which is left out for a task that does not fit it.
+        optional_length: the one length that is left out for a task that does not fit it, because nobody asked
+            for it.
     """
 
     tasks: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ class Prompts:
     seed: int = 0
     chat: str = "auto"
     template: str | None = None
-    unasked: int | None = None
+    optional_length: int | None = None
 
     def trials_of(self, task: Task) -> list[tuple[float | None, int]]:
         """The depth and number of each trial at a length, the first trial of all depths first.
@@ -245,16 +246,18 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
 
 
 def make_prompts(
-    task: Task, tokenizer: Any, length: int, asked: Prompts, *, progress: bool = False
+    task: Task, tokenizer: Any, length: int, wanted: Prompts, *, progress: bool = False
 ) -> list[Prompt]:
     """All prompts of a task at a length, the first trial of all depths first."""
     words = f"writing prompts of {task.name}, {format_length(length)}"
-    trials = asked.trials_of(task)
+    trials = wanted.trials_of(task)
     with progress_bar(
         logger, shown=progress, iterable=trials, unit="prompt", desc=words, leave=False
     ) as counted:
         return [
-            make_prompt(task, tokenizer, length, depth, trial, asked.spread, seed=asked.seed, chat=asked.chat)
+            make_prompt(
+                task, tokenizer, length, depth, trial, wanted.spread, seed=wanted.seed, chat=wanted.chat
+            )
             for depth, trial in counted
         ]
 

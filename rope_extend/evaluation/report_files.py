@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, compare, pairs
-from rope_extend.evaluation.labels import distinct_labels, distinct_names
+from rope_extend.evaluation.labels import distinct_labels, distinct_names, model_name
 from rope_extend.evaluation.output_directory import FILES, PROMPTS, RESULTS, TABLE, check_files
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.report_parts import (
@@ -26,7 +26,7 @@ from rope_extend.evaluation.report_parts import (
 )
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.statistics import plain, ppl
-from rope_extend.evaluation.verdicts import verdict_sentences
+from rope_extend.evaluation.verdicts import decide
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.page import Part, markdown, write_pages
 from rope_extend.report.tables import writable
@@ -34,8 +34,6 @@ from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
-
-TITLE = "Perplexity and retrieval by length"
 
 
 def write_report(
@@ -46,7 +44,6 @@ def write_report(
     lead: Sequence[Part] = (),
     end: Sequence[Part] = (),
     prompts: Sequence[Prompt] = (),
-    unfinished: Collection[str] = (),
 ) -> list[Path]:
     """Write `results.jsonl`, `table.csv`, `report.md`, `report.html` and the pictures; return their paths.
 
@@ -57,7 +54,6 @@ def write_report(
         lead: parts that come first.
         end: parts that come last.
         prompts: the prompts of all rows, for `prompts.jsonl`.
-        unfinished: labels of rows that are not wholly measured, on which there is no verdict yet.
     """
     if not rows:
         raise RopeExtendError("no rows to report; measure at least one")
@@ -75,7 +71,9 @@ def write_report(
         if prompts:
             write_text(partial_files / PROMPTS, _lines(prompt.to_dict() for prompt in prompts))
             names.append(PROMPTS)
-        names += write_pages(partial_files, TITLE, [*lead, *report_parts(shown, unfinished), *end])
+        models = ", ".join(sorted({model_name(row.model) for row in rows}))
+        title = f"{models}: perplexity and retrieval by length"
+        names += write_pages(partial_files, title, [*lead, *report_parts(shown), *end])
     for name in {*FILES} - {*names}:  # of an earlier report
         (directory / name).unlink(missing_ok=True)
     return [directory / name for name in names]
@@ -103,16 +101,17 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
         measured = f"beyond {format_length(gain.beyond or 0)}, divided by {gain.first.label}"
         for change in gain.differences:
             low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
-            begin = gain.second.label, measured, change.length
-            writer.writerow([*begin, change.ratio, low, high, change.documents, ""])
-            for name, ratio in gain.by_document(change.length):
-                writer.writerow([*begin, ratio, "", "", 1, name])
+            begin = gain.second.label, measured, change.length, change.ratio
+            writer.writerow([*begin, low, high, change.documents, ""])
+        for length, name, ratio in gain.by_document():
+            writer.writerow([gain.second.label, measured, length, ratio, "", "", 1, name])
     return text.getvalue()
 
 
-def markdown_report(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> str:
-    """The verdicts, the tables of perplexity and retrieval, and the controls."""
-    return markdown([*verdict_sentences(rows, unfinished), *table_parts(rows)])
+def markdown_report(rows: Sequence[EvaluationRow]) -> str:
+    """The verdict, the tables of perplexity and retrieval, and the controls."""
+    decision = decide(rows)
+    return markdown([*([decision.section] if decision.verdicts else []), *table_parts(rows)])
 
 
 def read_results(path: str | Path) -> list[EvaluationRow]:

@@ -1,9 +1,9 @@
-"""The parts of an evaluation's report: verdicts, pictures and tables."""
+"""The parts of an evaluation's report: pictures and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rope_extend.errors import RopeExtendError
@@ -11,37 +11,31 @@ from rope_extend.evaluation.comparison import Comparison, against_cropped, regre
 from rope_extend.evaluation.protocols import PROTOCOLS
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, ppl
-from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import public_name
 from rope_extend.report.page import Part, Picture
 from rope_extend.report.tables import Line, Section, interval, number, signed
 from rope_extend.units import format_length
 
 
-def report_parts(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Part]:
-    """All parts of a report, in order; `unfinished` are the labels of rows that are not wholly measured."""
+def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
+    """The pictures and tables of a report, in order."""
     from rope_extend.plots import curves, retrieval_maps
 
-    scored, answered = [row for row in rows if row.result], [row for row in rows if row.retrieval]
-    parts: list[Part] = ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))]
-    parts += verdict_sentences(rows, unfinished)
-    for heading, draw, name in (
-        ("Perplexity by length", curves.plot_perplexity, "perplexity.png"),
-        ("Loss by position", curves.plot_loss_by_position, "loss_by_position.png"),
-    ):
-        if scored:
-            parts.append(Picture(heading, partial(draw, scored), name))
-    for task in tasks_of(rows):
+    scored, tasks = [row for row in rows if row.result], tasks_of(rows)
+    pictures = [
+        Picture("Perplexity by length", partial(curves.plot_perplexity, scored), "perplexity.png"),
+        Picture("Loss by position", partial(curves.plot_loss_by_position, scored), "loss_by_position.png"),
+    ]
+    parts: list[Part] = [*(pictures if scored else [])]
+    for task in tasks:
         draw = partial(retrieval_maps.plot_accuracy, rows, task)
         parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
     parts += table_parts(rows)
-    parts += [
-        Picture(f"{task}, {row.label}: trials solved by depth and length", partial(draw_map, row, task))
-        for draw_map in [retrieval_maps.plot_heat_map]
-        for task in tasks_of(rows)
-        for row in answered
-        if row.retrieval.depths(task)
-    ]
+    for task in tasks:
+        for row in rows:
+            if row.retrieval.depths(task):
+                draw = partial(retrieval_maps.plot_heat_map, row, task)
+                parts.append(Picture(f"{task}, {row.label}: trials solved by depth and length", draw))
     return [*parts, _origins(rows)]
 
 
@@ -56,15 +50,23 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     return [*parts, *retrieval_sections(rows)]
 
 
+def _by_length(values: Mapping[str, Mapping[int, str]]) -> list[Line]:
+    """A table of text by row and length, with a dash where nothing was measured."""
+    lengths = sorted({length for by_length in values.values() for length in by_length})
+    lines = [[label, *(each.get(length, "–") for length in lengths)] for label, each in values.items()]
+    return [["", *map(format_length, lengths)], *lines]
+
+
 def _gain_section(gains: Sequence[Comparison]) -> Section:
     """The perplexity of rows divided by that of their controls, beyond the window of these."""
-    lengths = sorted({change.length for gain in gains for change in gain.differences})
-    lines: list[Line] = [["", *map(format_length, lengths), "better in"]]
-    for gain in gains:
-        by_length = {change.length: change for change in gain.differences}
-        change = gain.longest
-        better = f"{change.better} of {change.documents}" if math.isfinite(change.nats) else "–"
-        lines.append([gain.second.label, *(_ratio(by_length.get(length)) for length in lengths), better])
+    head, *lines = _by_length(
+        {gain.second.label: {change.length: _ratio(change) for change in gain.differences} for gain in gains}
+    )
+    better = (
+        f"{gain.longest.better} of {gain.longest.documents}" if math.isfinite(gain.longest.nats) else "–"
+        for gain in gains
+    )
+    table = [[*head, "better in"], *([*line, last] for line, last in zip(lines, better, strict=True))]
     window = format_length(gains[0].beyond or 0)
     controls: dict[str, list[str]] = {}
     for gain in gains:
@@ -77,7 +79,7 @@ def _gain_section(gains: Sequence[Comparison]) -> Section:
     if len(controls) > 1:
         notes += [f"The control “{label}” is that of: {', '.join(of)}." for label, of in controls.items()]
     of = "the control" if len(controls) > 1 else gains[0].first.label
-    return Section(f"Perplexity beyond {window}, divided by that of {of}", lines, notes)
+    return Section(f"Perplexity beyond {window}, divided by that of {of}", table, notes)
 
 
 def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
@@ -85,15 +87,13 @@ def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
     rows = [row for row in rows if row.result]
     if not rows:
         raise RopeExtendError("no rows with a perplexity to report")
-    lengths = sorted({length for row in rows for length in row.result.ppl})
-    lines: list[Line] = [["", *map(format_length, lengths)]]
-    lines += [[row.label, *(number(row.result.ppl.get(length)) for length in lengths)] for row in rows]
-    return Section("Perplexity", lines, _notes(rows))
+    values = {row.label: {length: number(value) for length, value in row.result.ppl.items()} for row in rows}
+    return Section("Perplexity", _by_length(values), _notes(rows))
 
 
-def _ratio(change: Difference | None) -> str:
-    if change is None or change.low is None or change.high is None:
-        return "–" if change is None else f"{change.ratio:.3f}"
+def _ratio(change: Difference) -> str:
+    if change.low is None or change.high is None:
+        return f"{change.ratio:.3f}"
     return f"{change.ratio:.3f} ({ppl(change.low):.3f}–{ppl(change.high):.3f})"
 
 
@@ -107,10 +107,9 @@ def retrieval_sections(rows: Sequence[EvaluationRow]) -> list[Section]:
     sections = []
     for task in tasks_of(rows):
         found = {row.label: row.retrieval for row in rows if task in row.retrieval.tasks}
-        lengths = sorted({length for each in found.values() for length in each.lengths(task)})
-        lines: list[Line] = [["", *map(format_length, lengths)]]
-        for label, each in found.items():
-            lines.append([label, *(str(each.rate(task, length) or "–") for length in lengths)])
+        lines = _by_length(
+            {label: {n: str(each.rate(task, n)) for n in each.lengths(task)} for label, each in found.items()}
+        )
         notes = ["Share of trials solved, mean over depths, with the 95 % interval in percent."]
         cells_of_task = [cell for each in found.values() for cell in each.cells if cell.task == task]
         counts = sorted({len(cell.scores) for cell in cells_of_task if cell.depth is not None})

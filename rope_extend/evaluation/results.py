@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -46,8 +46,50 @@ def control_edges(lengths: Collection[int], blocks: int, window: int | None = No
     return sorted({end for ends in targets for end in ends} - {*block_starts(lengths).tolist(), longest})
 
 
+class _FromPlain:
+    """A dataclass that is made of plain values, as `json.loads` gives them, by the types of its fields."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; other keys, such as versions, are ignored.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError, OverflowError: the values are no such record.
+        """
+        made = cls(**_fields(cls, values))
+        if not made._is_consistent():
+            raise ValueError("the numbers contradict each other")
+        return made
+
+    def _is_consistent(self) -> bool:
+        return True
+
+
+class CommonTargets(NamedTuple):
+    """The losses of a control and of another result on the targets of the control, in common blocks.
+
+    Attributes:
+        starts: int64 `[blocks]`, the first position of each block.
+        window: the window of the control in tokens.
+        control, result: float64 `[documents, blocks]`, the sums of losses in nats.
+        terms: int64 `[documents, blocks]`, the number of losses in each sum.
+    """
+
+    starts: Counts
+    window: int
+    control: Floats
+    result: Floats
+    terms: Counts
+
+    def up_to(self, length: int) -> tuple[Floats, Floats, Counts] | None:
+        """The sums of each document, `[documents]`, from the window to `length`; None without targets."""
+        part = slice(*np.searchsorted(self.starts, (self.window, length)))
+        control, result, terms = (each[:, part].sum(1) for each in (self.control, self.result, self.terms))
+        return (control, result, terms) if terms.all() else None
+
+
 @dataclass(frozen=True, eq=False)
-class PerplexityResult:
+class PerplexityResult(_FromPlain):
     """Perplexity of one model on one set of documents, at several lengths; false if nothing was measured.
 
     Attributes:
@@ -137,16 +179,14 @@ class PerplexityResult:
         )
         return bool(self) and one == two
 
-    def on_targets_of(self, control: PerplexityResult) -> tuple[Counts, Floats, Floats, Counts] | None:
+    def on_targets_of(self, control: PerplexityResult) -> CommonTargets | None:
         """The losses of a control and of this result on the targets of the control, in common blocks.
 
-        Returns:
-            The first position of each block, `[blocks]`; the sums of losses in nats of the control and of
-            this result, and their number, `[documents, blocks]`. None if the texts or protocols differ, or if
-            the control scored a part of a block of which this result has one sum.
+        None if the texts or protocols differ, if the control scored a part of a block of which this result
+        has one sum, or if it has no targets beyond its window.
         """
         same = self.same_targets(control) and self.block_nll.shape[0] == control.block_nll.shape[0] > 0
-        if not (control.cropped and same and self.max_length == control.max_length):
+        if not same:
             return None
         edges = np.intersect1d(self.block_edges, control.block_edges)[:-1]
 
@@ -157,18 +197,8 @@ class PerplexityResult:
         if ((scored > 0) & (scored != terms)).any():
             return None
         own = np.where(scored > 0, sums(self, self.block_nll), 0.0)
-        return edges, sums(control, control.block_nll), own, scored
-
-    def beyond(self, control: PerplexityResult, length: int) -> tuple[Floats, Floats, Counts] | None:
-        """Each document's losses on the control's targets from its window to `length`, and their number.
-
-        The sums of the control and of this result in nats, `[documents]`. None if there are no such targets.
-        """
-        if (common := self.on_targets_of(control)) is None:
-            return None
-        part = slice(*np.searchsorted(common[0], (control.window or 0, length)))
-        first, second, terms = (each[:, part].sum(1) for each in common[1:])
-        return (first, second, terms) if terms.all() else None
+        common = CommonTargets(edges, control.window or 0, sums(control, control.block_nll), own, scored)
+        return common if common.up_to(self.max_length) else None
 
     def against(self, control: PerplexityResult) -> list[Difference]:
         """How the losses differ from those of a control, the protocol `cropped`, on the control's targets.
@@ -178,7 +208,8 @@ class PerplexityResult:
         difference. Empty if the two cannot be compared: on other documents, or with other lengths, one of
         which must be that window.
         """
-        sums = [(length, self.beyond(control, length)) for length in sorted(self.ppl)]
+        common = self.on_targets_of(control)
+        sums = [(length, common.up_to(length)) for length in sorted(self.ppl)] if common else []
         return [paired(length, *(each.tolist() for each in found)) for length, found in sums if found]
 
     @property
@@ -209,27 +240,27 @@ class PerplexityResult:
         return {item.name: plain(getattr(self, item.name)) for item in fields(self) if item.name != "losses"}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As for every record. A control of an earlier version has the name of today."""
         if values.get("protocol") == "cropped" and values.get("blocks") is None:
             values = {**values, "protocol": "cropped-half"}  # its name before there was another
-        made = cls(**_fields(cls, values))
-        protocol_named(made.protocol)
-        _consistent(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
-        _consistent(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
-        _consistent(len(made.document_names) in (0, made.documents))
-        _consistent(made.block_nll.shape == made.block_terms.shape)
-        _consistent(made.block_nll.shape in ((0, 0), (made.documents, len(made.block_edges) - 1)))
-        for length, counts in made.document_terms.items():
-            _consistent(
-                length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0
-            )
-        return made
+        return super().from_dict(values)
+
+    def _is_consistent(self) -> bool:
+        protocol_named(self.protocol)
+        shapes, sums = {self.block_nll.shape, self.block_terms.shape}, self.document_nll
+        return (
+            bool(self.ppl) and self.ppl.keys() == self.tokens.keys() and all(self.tokens.values())
+            and self.documents > 0 and len(self.document_names) in (0, self.documents)
+            and shapes in ({(0, 0)}, {(self.documents, len(self.block_edges) - 1)})
+            and sums.keys() == self.document_terms.keys() <= self.ppl.keys()
+            and all(len(terms) == len(sums[n]) and sum(terms) for n, terms in self.document_terms.items())
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cell:
-    """All trials of one task at one length and depth.
+class Scores(_FromPlain):
+    """The scores of all trials of one task at one length and depth.
 
     Attributes:
         length: tokens of prompt and answer.
@@ -248,16 +279,12 @@ class Cell:
         """Mean score and its interval."""
         return Rate.of(self.scores)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From plain values; raises ValueError, TypeError or KeyError for others."""
-        made = cls(**_fields(cls, values))
-        _consistent(made.length > 0 and bool(made.scores) and all(0 <= score <= 1 for score in made.scores))
-        return made
+    def _is_consistent(self) -> bool:
+        return self.length > 0 and bool(self.scores) and all(0 <= score <= 1 for score in self.scores)
 
 
 @dataclass(frozen=True)
-class RetrievalResult:
+class RetrievalResult(_FromPlain):
     """Retrieval by one model with one encoding; false if nothing was measured.
 
     Attributes:
@@ -266,7 +293,7 @@ class RetrievalResult:
         seconds, forward_tokens, peak_memory_bytes: as in `PerplexityResult`, of the prompts.
     """
 
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[Scores, ...] = ()
     crop: int | None = None
     seconds: float = field(default=0.0, compare=False)
     forward_tokens: int = field(default=0, compare=False)
@@ -300,7 +327,7 @@ class RetrievalResult:
         ]
         return Rate.of(scores) if scores else None
 
-    def at(self, task: str, length: int) -> list[Cell]:
+    def at(self, task: str, length: int) -> list[Scores]:
         """The cells of a task at a length, by depth."""
         cells = [cell for cell in self.cells if cell.task == task and cell.length == length]
         return sorted(cells, key=lambda cell: cell.depth or 0)
@@ -321,14 +348,9 @@ class RetrievalResult:
         found: dict[str, Any] = plain({**vars(self), "cells": cells})
         return found
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
-        return cls(**_fields(cls, values))
-
 
 @dataclass(frozen=True, eq=False)
-class EvaluationRow:
+class EvaluationRow(_FromPlain):
     """One row of a comparison: a model, its perplexity, and its retrieval.
 
     Attributes:
@@ -378,7 +400,7 @@ class EvaluationRow:
         controls = [row for row in rows if row.cropped and row.method == "none"]
         if self.adapter is None:
             controls = [row for row in controls if row.adapter is None]
-        return min((row for row in controls if self.result.against(row.result)), key=rank, default=None)
+        return min((row for row in controls if self.result.on_targets_of(row.result)), key=rank, default=None)
 
     @property
     def is_extended(self) -> bool:
@@ -409,15 +431,20 @@ class EvaluationRow:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; other keys, such as versions, are ignored."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`; other keys, such as versions, are ignored.
+
+        Raises:
+            RopeExtendError: the values are no row.
+        """
         try:
-            made = cls(**_fields(cls, values))
-            _consistent(made.encoding is None or isinstance(made.encoding["name"], str))
-            _consistent(made.trained_length != 0 and bool(made.result or made.retrieval))
-            return made
+            return super().from_dict(values)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RopeExtendError(f"not a row of results: {type(error).__name__}: {error}") from error
+
+    def _is_consistent(self) -> bool:
+        named = self.encoding is None or isinstance(self.encoding["name"], str)
+        return named and self.trained_length != 0 and bool(self.result or self.retrieval)
 
 
 def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -466,8 +493,3 @@ def _value(kind: Any, value: Any) -> Any:
 def _require(ok: bool, expected: str, value: Any) -> None:
     if not ok:
         raise ValueError(f"{expected} is needed, not {value!r:.40}")
-
-
-def _consistent(ok: bool) -> None:
-    if not ok:
-        raise ValueError("the numbers contradict each other")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,39 +14,36 @@ from typing import Any
 from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, CellStore, check_resumed, our_parts
-from rope_extend.evaluation.collecting import collect
+from rope_extend.evaluation.cells import Cell, CellStore, check_resumed, our_parts
+from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL, collect
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
-from rope_extend.evaluation.report_files import markdown_report
+from rope_extend.evaluation.report_parts import table_parts
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.journal import only_writer
 from rope_extend.models.processes import is_main_process, process_count, processes
 from rope_extend.progress import progress_bar
-from rope_extend.report.page import markdown
-from rope_extend.report.tables import Section
+from rope_extend.report.page import Part, markdown
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a measurement has found.
+class Measured:
+    """What a measurement has measured.
 
     Attributes:
         rows: what was measured of each row, on the documents that the rows share.
         missing: the cells that are not finished.
-        lead: what the report begins with: the verdict of a study, and what is missing.
+        lead: what the report begins with: the verdict, and what is missing.
     """
 
     rows: list[EvaluationRow]
     missing: list[Cell]
-    lead: Sequence[Section] = ()
+    lead: Sequence[Part] = ()
 
     @property
     def unfinished(self) -> list[str]:
@@ -54,32 +51,30 @@ class Found:
         return [*dict.fromkeys(cell.row.label for cell in self.missing)]
 
     def markdown(self) -> str:
-        """The first sections and the tables."""
-        tables = markdown_report(self.rows, self.unfinished)
-        return "\n".join([*([markdown(self.lead)] if self.lead else []), tables])
+        """The first parts and the tables."""
+        return markdown([*self.lead, *table_parts(self.rows)])
 
 
 def run(
     measurement: Measurement,
-    directory: str | Path | None,
+    where: Path | None,
     *,
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
-    report: Callable[[Found], Found] = lambda found: found,
-) -> Found:
+) -> Measured:
     """Measure the cells that are not finished, and keep each.
 
     Under `torchrun` or `accelerate launch` each process measures its share, and all get the same result.
 
     Args:
-        directory: where finished cells are kept; None keeps them in memory.
+        where: the directory where finished cells are kept, to which no other run writes; None keeps them in
+            memory.
         resume: use the finished cells there, and refuse those of another measurement.
         overwrite: delete the finished cells there, once the model is loaded.
-        report: takes what was found, in every process, while no other may write to the directory.
 
     Raises:
-        RopeExtendError: the directory holds another measurement, or another process writes to it.
+        RopeExtendError: the directory holds another measurement.
     """
     shares, started = measurement.config.split_window, process_count()
     if shares not in (1, started):
@@ -87,22 +82,16 @@ def run(
             f"split_window={shares} needs {shares} processes, and there are {started}; start them with "
             f"torchrun --nproc-per-node {shares} -m rope_extend {measurement.config.command} ..."
         )
-    where = None if directory is None else Path(directory)
     cells = measurement.cells()
-    missing = measurement.missing(where) if where is not None and resume else cells
     connected = processes(measurement.candidates.load_options.torch_device)
-    if connected:  # no process changes the directory before all have checked it
-        connected.wait_for_everyone()
+    left = measurement.missing(where) if where is not None and resume else cells
+    for text in (measurement.plan, measurement.work_text(left)):
+        if text is not None:
+            logger.info("%s", text)
     with ExitStack() as stack:
-        if where is not None and is_main_process():
-            stack.enter_context(only_writer(where, "measurement"))
-            check_measurement(where, overwrite=overwrite, resume=resume)  # another one may have ended by now
-        for said in (measurement.plan, measurement.work_text(missing)):
-            if said is not None:
-                logger.info("%s", said)
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
-        measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in missing})
+        measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in left})
         identity, store = model_identity(lm), None
         if is_main_process():
             if where is not None and overwrite:
@@ -129,7 +118,7 @@ def run(
         mine = [cell for n, cell in enumerate(left) if n % count == rank or _together(measurement, cell)]
         if finished:
             logger.info("%d of %d cells are finished", len(finished), len(cells))
-            _found(measurement, store, cells)  # refuses damaged cells, before others are measured
+            _measured(measurement, store, cells)  # refuses damaged cells, before others are measured
         if (others := len(store.records) - len(finished)) > 0:
             logger.warning(
                 "%d finished cells in %s are of other rows or texts: not in this report", others, where
@@ -137,7 +126,7 @@ def run(
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
             _share(store, connected)
-        return report(_found(measurement, store, cells))
+        return _measured(measurement, store, cells)
 
 
 def _share(store: CellStore, connected: Any) -> None:
@@ -186,7 +175,7 @@ def _measure_all(
                 store.write(cell, {**values, "seconds": time.perf_counter() - started})
             if progress:
                 left = f"{format_duration(_seconds(work - done, done, begun))} to go"
-                logger.info("[%d/%d] %s; %s", number, len(cells), _said(cell, values), left)
+                logger.info("[%d/%d] %s; %s", number, len(cells), log_line(cell, values), left)
 
 
 def _together(measurement: Measurement, cell: Cell) -> bool:
@@ -238,27 +227,23 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
         )
 
 
-def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Found:
+def _measured(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Measured:
     """What is measured so far."""
-    values = [store.read(cell) for cell in cells]
-    labels = [row.label for row in measurement.rows]
+    values, missing = list[dict[str, Any]](), list[Cell]()
     # The trained window and the names of documents are those of now, not of when a cell was measured.
-    for cell, each in zip(cells, values, strict=True):
-        if each is not None:
-            each["trained_length"] = measurement.trained
-            if cell.kind == PERPLEXITY:
-                each["document"] = measurement.names[cell.number]
-    try:
-        rows = collect([each for each in values if each is not None], labels)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise RopeExtendError(
-            f"a finished cell in {str(store.directory)!r} is damaged ({type(error).__name__}: {error}); "
-            "restore cells.jsonl from a copy, or measure again with overwrite=True"
-        ) from error
-    return Found(rows, [c for c, each in zip(cells, values, strict=True) if each is None])
+    for cell in cells:
+        record = store.read(cell)
+        if record is None:
+            missing.append(cell)
+            continue
+        record["trained_length"] = measurement.trained
+        if cell.kind == PERPLEXITY:
+            record["document"] = measurement.names[cell.number]
+        values.append(record)
+    return Measured(collect(values, [row.label for row in measurement.rows]), missing)
 
 
-def _said(cell: Cell, values: dict[str, Any]) -> str:
+def log_line(cell: Cell, values: dict[str, Any]) -> str:
     """What was measured, for the log."""
     if cell.kind == RETRIEVAL:
         trials = values["trials"]

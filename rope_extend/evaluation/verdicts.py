@@ -1,71 +1,148 @@
-"""What an evaluation says about each row in a sentence: what the longer context gives, and what it costs."""
+"""What an evaluation says about each row: the gain of the longer context, what is found, and the cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
-from rope_extend.report.tables import Section
+from rope_extend.report.tables import Section, signed
 from rope_extend.units import format_length
 
 LEAST_FOUND = 0.9
 """Share of passkeys that a row must find at every depth, at the longest length."""
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
-
-Criterion = tuple[str, bool | None]
-"""What was measured, in words, and whether it is good enough; None if that cannot be said."""
+MARKS = {True: "✓", False: "✗", None: "?"}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was measured of a row, in words, and whether that is a success.
+class Criterion(NamedTuple):
+    """What was measured, in words, and whether it is good enough; None if that cannot be said."""
+
+    words: str
+    met: bool | None
+
+    def __str__(self) -> str:
+        return f"{MARKS[self.met]} {self.words}"
+
+
+class Verdict(NamedTuple):
+    """The three criteria of a row.
 
     Attributes:
         label: the row.
-        ratio: its perplexity from the trained window to the longest length, divided by that of the control.
-        gain: that in words.
+        gain: its perplexity from the trained window to the longest length, compared with the control.
         found: passkeys, or other tasks, at the longest length.
-        cost: perplexity within the trained window.
-        success: whether all three criteria are met; None if one was not measured.
+        cost: perplexity within the trained window, compared with plain RoPE.
+        whole: whether the row is wholly measured.
     """
 
     label: str
-    ratio: float
-    gain: str
-    found: str
-    cost: str
-    success: bool | None
+    gain: Criterion
+    found: Criterion
+    cost: Criterion
+    whole: bool = True
 
-    def __str__(self) -> str:
-        outcome = {True: "Success.", False: "No success yet.", None: "Not decided: measure what is missing."}
-        return f"{self.label}: {self.gain}; {self.found}; {self.cost}. {outcome[self.success]}"
+    @property
+    def success(self) -> bool | None:
+        """Whether all three criteria are met; None if one was not measured, or the row not wholly."""
+        met = {self.gain.met, self.found.met, self.cost.met}
+        if not self.whole:
+            return None
+        return False if False in met else None if None in met else True
 
 
-def verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Verdict]:
-    """A verdict on each row that is compared with a cropped context; controls have none.
+class Decision(NamedTuple):
+    """The verdict on all rows.
 
-    Rows whose label is in `unfinished` may lack depths, and are not decided.
+    Attributes:
+        verdicts: on each row that is compared with a cropped context; controls have none.
+        sentence: what to do.
+        train: whether no untrained row will do.
+        section: a table of the criteria, if a row has a verdict, and the sentence.
     """
+
+    verdicts: list[Verdict]
+    sentence: str
+    train: bool
+    section: Section
+
+
+def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> Decision:
+    """Judge each row by the three criteria, and say what to do.
+
+    Args:
+        rows: what was measured, with the control whose context is cropped.
+        unfinished: labels of rows of which something is not measured yet, such as depths. They are not
+            decided, and one of them may meet the criteria.
+    """
+    longest = max((row.result.max_length for row in rows if row.result), default=0)
+    window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
+    judged = _verdicts(rows, unfinished)
+    sentence, train = _sentence(rows, judged, unfinished, longest)
+    if not judged:
+        return Decision(judged, sentence, train, Section("Verdict", notes=[sentence]))
+    documents = max(row.result.documents for row in rows if row.result)
+    note = (
+        f"Perplexity is that of {documents} documents; in brackets, its 95 % interval over them. A ✓ beyond "
+        f"{window} means lower beyond doubt: at most 3% of such claims are wrong."
+    )
+    head = [
+        "", f"beyond {window}: lower than with a cropped context",
+        f"at {target}: {LEAST_FOUND:.0%} found at every depth",
+        f"within {window}: at most {MOST_COST - 1:.0%} more than plain RoPE",
+    ]  # fmt: skip
+    lines = [[each.label, *map(str, each[1:4])] for each in judged]
+    return Decision(judged, sentence, train, Section("Verdict", [head, *lines], [sentence, note]))
+
+
+def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
-    found = []
-    for comparison in against_cropped(rows):
-        row, longest = comparison.second, comparison.longest
-        if _is_control(row):
-            continue
-        gain, used = _gain(comparison)
-        task, finds = _found(row, longest.length)
-        cost, cheap = _cost(costs.get(id(row)))
-        parts = (used, finds, cheap)
-        success = False if False in parts else None if None in parts else True
-        success = None if row.label in unfinished else success
-        found.append(Verdict(row.label, longest.ratio, gain, task, cost, success))
-    return found
+    return [
+        Verdict(
+            gain.second.label, _gain(gain), _found(gain.second, gain.longest.length),
+            _cost(costs.get(id(gain.second))), gain.second.label not in unfinished,
+        )
+        for gain in against_cropped(rows)
+        if not _is_control(gain.second)
+    ]  # fmt: skip
+
+
+def _sentence(
+    rows: Sequence[EvaluationRow], judged: Sequence[Verdict], unfinished: Collection[str], longest: int
+) -> tuple[str, bool]:
+    """What to do, and whether it is to train."""
+    target, trained = format_length(longest), rows[0].trained_length if rows else None
+    if trained is not None and 0 < longest <= trained:
+        return f"The model was trained on {format_length(trained)} tokens, so it needs no extension.", False
+    ppl = {row.label: row.result.ppl[row.result.max_length] for row in rows if row.result}
+    finite = {label for label, value in ppl.items() if math.isfinite(value)}
+    ranked = sorted(judged, key=lambda each: ppl[each.label] if each.label in finite else math.inf)
+    good = [each.label for each in ranked if each.success]
+    if good:
+        more = f" So does {', '.join(good[1:])}." if good[1:] else ""
+        return f"Use {good[0]}, which meets all three criteria at {target}.{more}", False
+    if judged and not unfinished and not any(each.label in finite for each in judged):
+        those = "extended row" if finite else "row"
+        return f"No {those} has a finite perplexity at {target}: check the weights, and the dtype.", False
+    whole = [each for each in ranked if each.whole]
+    undecided, train = [each for each in whole if each.success is None], False
+    if unfinished:
+        first = f"Not decided yet: not wholly measured are {', '.join(unfinished)}."
+    elif not ppl:
+        first = "No row can be judged: no perplexity was measured; give long documents (--data)."
+    elif not judged:
+        first = "No row can be judged: all are controls, or the control with a cropped context is missing."
+    elif undecided:
+        first = f"Not decided yet: no row meets all three criteria at {target}, and not all were measured."
+    else:
+        first, train = f"No row meets all three criteria at {target}.", True
+    nearest = f" The nearest is {(undecided or whole)[0].label}." if whole else ""
+    return first + nearest, train
 
 
 def _is_control(row: EvaluationRow) -> bool:
@@ -73,19 +150,6 @@ def _is_control(row: EvaluationRow) -> bool:
     if row.is_extended or row.adapter is None:
         return not row.is_extended
     return (row.target_length or 0) <= (row.trained_length or 0)
-
-
-def verdict_sentences(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> list[Section]:
-    """The verdicts as the first part of a report; empty if there are none."""
-    said = [str(verdict) for verdict in verdicts(rows, unfinished)]
-    if not said:
-        return []
-    note = (
-        "Success: better than the cropped context beyond doubt (at most 3% of such claims are wrong), "
-        f"at least {LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
-        f"{MOST_COST - 1:.0%} more perplexity within the trained window than plain RoPE before training."
-    )
-    return [Section("In short", notes=[*said, note])]
 
 
 def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
@@ -109,7 +173,11 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
         )
     base = EvaluationRow("the control", result=control, trained_length=control.window)
     change = differences[-1]
-    said, useful = _gain(Comparison(base, EvaluationRow("the model", result=result), [change]))
+    words, useful = _gain(Comparison(base, EvaluationRow("the model", result=result), [change]))
+    said = (
+        f"compared with a cropped context, perplexity on tokens {format_length(control.window or 0)} to "
+        f"{format_length(change.length)} of {change.documents} documents is {words}"
+    )
     worse = change.clear and change.nats > 0
     if useful:
         return f"The longer context is of use, certainly: {said}."
@@ -121,46 +189,44 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
 def _gain(comparison: Comparison) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below."""
     control, change = comparison.first, comparison.longest
-    at = f"from {format_length(comparison.beyond or 0)} to {format_length(change.length)}"
     if not math.isfinite(control.result.ppl[change.length]):
-        return f"{at}, {control.label} has no finite perplexity", None
+        return Criterion(f"{control.label} has no finite perplexity", None)
     if not math.isfinite(change.ratio):
-        return f"{at}, perplexity is not finite", False
+        return Criterion("not finite", False)
     percent = 100 * (1 - change.ratio)
-    words = f"{at}, {abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
-    if comparison.second.adapter is not None:
-        words += " before training" if control.adapter is None else " after training"
+    words = f"{abs(percent):.1f} % {'lower' if percent >= 0 else 'higher'}"
+    if comparison.second.adapter is not None and control.adapter is None:
+        words += " than before training"
     if change.low is None or change.high is None:
-        return f"{words} (too few documents for an interval: {change.documents})", None
+        return Criterion(f"{words} (too few documents for an interval)", None)
     ends = sorted((1 if percent >= 0 else -1) * 100 * (1 - ppl(end)) for end in (change.low, change.high))
     unclear = "" if change.clear else ", which may be chance"
     if change.clear and change.certain is False and change.nats < 0:  # success needs more than the interval
         unclear = ", too uncertain for a success"
-    said = f"{words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
+    words += f" ({ends[0]:.1f} to {ends[1]:.1f}){unclear}"
     if change.certain is None and (change.nats < 0 or not change.clear):
-        return f"{said}; {FEWEST_TO_DECIDE} documents decide", None
-    return said, bool(change.certain)
+        return Criterion(f"{words}; {FEWEST_TO_DECIDE} documents decide", None)
+    return Criterion(words, bool(change.certain))
 
 
 def _found(row: EvaluationRow, length: int) -> Criterion:
     """What the row retrieves at a length, and whether it finds enough at every depth."""
     words, enough = [], True
     for task in row.retrieval.tasks:
-        shares = [cell.rate.mean for cell in row.retrieval.at(task, length)]
+        shares = [scores.rate.mean for scores in row.retrieval.at(task, length)]
         if shares:
             words.append(f"{task} {row.retrieval.rate(task, length)}, {min(shares):.0%} at the worst depth")
             enough &= min(shares) >= LEAST_FOUND
-    return (", ".join(words), enough) if words else (f"no task at {format_length(length)} was measured", None)
+    return Criterion(", ".join(words), enough) if words else Criterion("not measured", None)
 
 
 def _cost(regression: Comparison | None) -> Criterion:
     """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
     if regression is None or not regression.differences:
-        return "texts within the old window not measured", None
+        return Criterion("not measured", None)
     change, plain = regression.longest, regression.first
-    texts = f"texts within {format_length(change.length)}"
     if not math.isfinite(plain.result.ppl[change.length]):
-        return f"{texts} have no finite perplexity with {plain.label}", None
+        return Criterion(f"{plain.label} has no finite perplexity", None)
     if not math.isfinite(change.ratio):
-        return f"{texts} have no finite perplexity", False
-    return f"{texts} {100 * (change.ratio - 1):+.1f} % perplexity", change.ratio <= MOST_COST
+        return Criterion("not finite", False)
+    return Criterion(f"{signed(100 * (change.ratio - 1), '+.1f')} %", change.ratio <= MOST_COST)

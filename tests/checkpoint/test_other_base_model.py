@@ -134,7 +134,7 @@ def test_the_pinned_revision_of_a_base_model_is_used(tmp_path: Path, monkeypatch
         base = AutoModelForCausalLM.from_pretrained(rx.base_model_of(adapter))
         assert torch.equal(base.model.norm.weight, llama().model.norm.weight)
         subjects = Subjects.of(str(adapter), LoadOptions())
-        *_, (_, answering) = ((label, logits(model)) for label, model in subjects.answerers())
+        *_, (_, answering) = ((label, logits(model)) for label, model in subjects.models())
         assert torch.equal(answering, expected)
 
 

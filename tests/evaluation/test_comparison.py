@@ -20,10 +20,10 @@ from rope_extend.cli.main import main
 from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, pairs
-from rope_extend.evaluation.labels import adapter_labels, distinct_names, method_labels
+from rope_extend.evaluation.labels import adapter_labels, distinct_names, method_labels, model_name
 from rope_extend.evaluation.report_files import read_runs, write_report
 from rope_extend.evaluation.report_parts import comparison_parts
-from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, RetrievalResult, Scores
 from rope_extend.evaluation.statistics import paired_rates
 from rope_extend.report.page import markdown
 
@@ -33,7 +33,7 @@ FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
 def retrieved(
     label: str, *scores: tuple[float, ...], task: str = "passkey", data: str = "a"
 ) -> EvaluationRow:
-    cells = [Cell(task, 100 * (n + 1), 0.5, some, f"{data}{n}") for n, some in enumerate(scores)]
+    cells = [Scores(task, 100 * (n + 1), 0.5, some, f"{data}{n}") for n, some in enumerate(scores)]
     return EvaluationRow(label, model="m", trained_length=100, retrieval=RetrievalResult(tuple(cells)))
 
 
@@ -182,6 +182,26 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names(["/x", "/a/x"]) == ["x", "a/x"]
     assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
     assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
+
+
+def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
+    """And not `model`, `final` or a hash, nor by a path of the author."""
+    digest = "0123456789abcdef" * 2
+    for path, stored, name in (
+        ("Llama-2-7b", "o/other", "Llama-2-7b"),
+        ("SmolLM2/model", None, "SmolLM2"),
+        ("yarn/final", "/home/me/base", "yarn"),
+        ("yarn/checkpoint-40", "o/name", "o/name"),
+        (f"models--o--name/snapshots/{digest}", None, "o/name"),
+        (f"{digest}/model", None, "model"),
+    ):
+        (tmp_path / path).mkdir(parents=True)
+        if stored:
+            (tmp_path / path / "config.json").write_text(json.dumps({"_name_or_path": stored}))
+        assert model_name(str(tmp_path / path)) == name
+    (tmp_path / "SmolLM2" / "model" / "config.json").write_text("[")
+    assert model_name(str(tmp_path / "SmolLM2" / "model")) == "SmolLM2"
+    assert model_name("owner/name") == "owner/name"
 
 
 def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:

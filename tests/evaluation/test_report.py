@@ -18,13 +18,13 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.collecting import collect, merged
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
-from rope_extend.evaluation.report_files import card_results, csv_table, read_results, write_report
+from rope_extend.evaluation.report_files import csv_table, read_results, write_report
 from rope_extend.evaluation.report_parts import table_parts
 from rope_extend.evaluation.results import (
-    Cell,
     EvaluationRow,
     PerplexityResult,
     RetrievalResult,
+    Scores,
     control_edges,
 )
 from rope_extend.plots.curves import plot_perplexity
@@ -90,7 +90,7 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     """Each line of the results also has the versions of the software."""
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
-    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),))
+    found = RetrievalResult((Scores("passkey", 64, 0.5, (1.0, 0.0), "a"),))
     one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
     alone = row("b", None, 2.0, document_nll={32: [60.0]}, document_terms={32: [31]}, lengths=(32,))
     rows += [replace(one, retrieval=found), alone]
@@ -124,19 +124,19 @@ def test_pages_and_tables_have_no_absolute_paths(rows: list[EvaluationRow], tmp_
     """`results.jsonl` keeps them: it says where the adapters are."""
     clients = tmp_path / "clients"
     named = [replace(each, model=str(clients / "base"), adapter=str(clients / "run")) for each in rows[2:4]]
-    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "0"),))
+    found = RetrievalResult((Scores("passkey", 64, 0.5, (1.0, 0.0), "0"),))
     named.append(replace(named[0], label="retrieval", result=PerplexityResult(), retrieval=found))
     write_report(named, tmp_path / "one")
     files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
     assert {path.name for path in files if b"clients" in path.read_bytes()} == {"results.jsonl"}
-    assert "Model: base" in (tmp_path / "one" / "report.html").read_text()
+    assert "<h1>base: perplexity" in (tmp_path / "one" / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
     """And only its own files are: those of other people stay, and no link is followed."""
     check_measurement(tmp_path / "report")
-    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "0"),))
+    found = RetrievalResult((Scores("passkey", 64, 0.5, (1.0, 0.0), "0"),))
     write_report([replace(rows[0], retrieval=found)], tmp_path / "report")
     (tmp_path / "report" / "accuracy_mine.png").write_text("untouched")
     before = (tmp_path / "report" / "results.jsonl").read_bytes()
@@ -162,44 +162,31 @@ def test_a_report_appears_whole_or_not_at_all(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", ["cells.jsonl", "cells.1.jsonl"])
-def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    link = tmp_path / "report" / name
-    link.parent.mkdir(parents=True)
-    link.symlink_to(tmp_path / "elsewhere")
-    for changes in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(RopeExtendError, match="is a link, and links are not followed; remove it"):
-            check_measurement(tmp_path / "report", **changes)
-
-
-def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_path: Path) -> None:
-    (tmp_path / "report.md").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(RopeExtendError, match=r"already holds report\.md"):
-        check_measurement(tmp_path)
-    (tmp_path / "report.md").unlink()
-    (tmp_path / "report.md").mkdir()
-    with pytest.raises(RopeExtendError, match="is a directory, but a report needs a file of that name"):
-        check_measurement(tmp_path, overwrite=True)
-
-
-def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
-    rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, (1.0, 0.0), "a"),)))
-    spread = {n: [0.9 * a, b, 1.1 * c] for n, (a, b, c) in rows[0].result.document_nll.items()}
-    rows[0] = replace(rows[0], result=replace(rows[0].result, document_nll=spread))
-    records = [*csv.DictReader(csv_table(rows).splitlines())]
-    assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of", "document"]
-    for each in rows:
-        found = {
-            int(record["length"]): float(record["value"])
-            for record in records
-            if (record["row"], record["measured"]) == (each.label, "perplexity")
-        }
-        assert found == each.result.ppl
-    assert float(records[0]["low"]) < float(records[0]["value"]) < float(records[0]["high"])
-    (passkey,) = (record for record in records if record["measured"] == "passkey")
-    assert (passkey["row"], passkey["value"], passkey["of"]) == ("plain RoPE", "0.5", "2")
-    assert float(passkey["low"]) < 0.5 < float(passkey["high"])
+@pytest.mark.parametrize(
+    ("prepare", "call", "message"),
+    [
+        (lambda out: None, lambda out: write_report([], out), "no rows"),
+        (lambda out: None, lambda out: write_report(several_rows()[:1] * 2, out), "'?plain RoPE"),
+        (lambda out: out.write_text(""), check_measurement, "is a file"),
+        (lambda out: None, read_results, "no results at"),
+        (lambda out: out.mkdir(), read_results, "no results at"),
+        (lambda out: out.write_text('{"label": "a"}\n'), read_results, "line 1"),
+        (lambda out: (out.mkdir(), (out / "report.md").symlink_to("nowhere")), check_measurement,
+         r"already holds report\.md"),
+        (lambda out: (out / "report.md").mkdir(parents=True),
+         lambda out: check_measurement(out, overwrite=True), "is a directory, but a report needs a file"),
+        *((lambda out, name=name: (out.mkdir(), (out / name).symlink_to(out)),
+           lambda out, how=how: check_measurement(out, **how), "is a link, and links are not followed")
+          for name in ("cells.jsonl", "cells.1.jsonl")
+          for how in ({}, {"overwrite": True}, {"resume": True})),
+    ],
+)  # fmt: skip
+def test_mistakes_are_explained_and_nothing_is_replaced_silently(
+    prepare: Any, call: Any, message: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path / "report")
+    with pytest.raises(RopeExtendError, match=message):
+        call(tmp_path / "report")
 
 
 def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
@@ -219,27 +206,6 @@ def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
         assert [(pair.second.label, pair.first.label) for pair in found] == [
             (label, before) for label in labels
         ]
-
-
-HOSTILE = "a|b</td><script>alert(1)</script>\n# Heading\n![x](http://evil/p.png) <img src=x> $\\frac"
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_no_label_can_leave_its_place_in_markdown(tmp_path: Path) -> None:
-    """Nor in the tables of a card."""
-    found = RetrievalResult((Cell("passkey", 64, 0.5, (1.0,), "a"),))
-    plain = replace(row("none, cropped", "none", 2.5), result=result(2.5, protocol="cropped", window=TRAINED))
-    named = EvaluationRow(
-        HOSTILE, {"name": "yarn", "x": "<b>|\n"}, HOSTILE, HOSTILE, result(2.0), TRAINED, retrieval=found,
-    )  # fmt: skip
-    write_report([plain, named], tmp_path)
-    for text in ((tmp_path / "report.md").read_text(), card_results([plain, named])["results"]):
-        outside = re.sub(r"^(`{3,})\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
-        assert not re.search(r"^# Heading", outside, re.MULTILINE)
-        assert not re.search(r"(?<!\\)<|(?<!\\)\[x", outside)
-        for line in (line for line in outside.splitlines() if "Heading" in line and line[0] == "|"):
-            assert len(re.split(r"(?<!\\)\|", line)) >= 4
-            assert r"a\|b" in line
 
 
 LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")
@@ -314,10 +280,15 @@ def test_the_picture_of_the_readme_is_drawn_from_its_cells(tmp_path: Path) -> No
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
 
 
-def test_the_csv_has_the_gain_of_each_document() -> None:
+def test_the_csv_has_every_number_and_the_gain_of_each_document() -> None:
     """As computed from the cells, and as the results say in words."""
     cells, label = committed("code"), "jet_long"
-    lines = csv.DictReader(csv_table(rows_of(cells)).splitlines())
+    rows, lines = rows_of(cells), [*csv.DictReader(csv_table(rows_of(cells)).splitlines())]
+    levels = [line for line in lines if line["measured"] == "perplexity"]
+    assert [(line["row"], int(line["length"]), float(line["value"])) for line in levels] == [
+        (row.label, length, ppl) for row in rows for length, ppl in row.result.ppl.items()
+    ]
+    assert all(float(line["low"]) < float(line["value"]) < float(line["high"]) for line in levels)
     found = {
         line["document"]: float(line["value"])
         for line in lines
@@ -367,21 +338,6 @@ def test_the_control_of_an_earlier_version_has_a_name_of_its_own() -> None:
         merged([old.result, new.result])
     for lengths in ([8192, 12_288, 16_384], [8192, 16_384, 32_768]):  # of the committed cells
         assert control_edges(lengths, 16) == []
-
-
-def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "odd.jsonl").write_text('{"label": "a"}\n')
-    for call, message in (
-        (lambda: write_report([], tmp_path), "no rows"),
-        (lambda: write_report([rows[0], rows[0]], tmp_path), "'?plain RoPE"),
-        (lambda: check_measurement(tmp_path / "file"), "is a file"),
-        (lambda: read_results(tmp_path / "none"), "no results at"),
-        (lambda: read_results(tmp_path), "no results at"),
-        (lambda: read_results(tmp_path / "odd.jsonl"), "line 1"),
-    ):
-        with pytest.raises(RopeExtendError, match=message):
-            call()
 
 
 SCRIPT = '<script>alert("&\'")</script>{{ 7 * 7 }}'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from test_report import BASIC
 
 from rope_extend.cli.main import main
-from rope_extend.evaluation import running
+from rope_extend.evaluation import running, verdicts
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
+from rope_extend.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 MEASURE = running._measure
@@ -45,20 +48,47 @@ def test_from_a_model_to_a_verdict(
     assert "keeps what is finished; the same command with --resume continues" in capsys.readouterr().err
     assert "holds a measurement; give --resume to measure" in fail(command, work, tmp_path, capsys)
     run(f"{command} --resume", work, tmp_path)
-    shown = capsys.readouterr().out
-    assert shown.startswith("Verdict:\n\n- ")
-    table = (tmp_path / "report" / "report.md").read_text()
-    assert "\n\nVerdict:\n\n- " in table
+    shown, text = capsys.readouterr().out, (tmp_path / "report" / "report.md").read_text()
     rows = read_results(tmp_path / "report")
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
-    for row in rows:
-        assert f"| {row.label} " in table
+    assert shown.startswith("Verdict:\n\n|")
+    assert re.search(r"\n\nVerdict:\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured \|", text)
+    assert all(f"| {row.label} " in text for row in rows)
     assert {path.name for path in (tmp_path / "report").iterdir()} == {*BASIC, "cells.jsonl"}
-    assert "holds a measurement" in fail(command, work, tmp_path, capsys)
     run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
     assert len(read_results(tmp_path / "report")) == 2
     assert len((tmp_path / "report" / "cells.jsonl").read_text().splitlines()) == 1 + 4
+
+
+def test_the_commands_of_a_report_run_as_printed(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the terminal all of them, and in the report those about models in the working directory."""
+    monkeypatch.setattr(verdicts, "MOST_COST", 0.0)  # so that no row meets the criteria
+    for name in ("model", "data"):
+        shutil.copytree(work / name, tmp_path / "mine" / name)
+    monkeypatch.chdir(tmp_path / "mine")
+    printed = []
+    for number, model in enumerate((tmp_path / "mine" / "model", Path("model"))):
+        command = COMMAND.format(model=model).replace("yarn", "ntk")
+        main(shlex.split(f"{command} --trained-length 32 --data data --output out{number}"))
+        for text in (capsys.readouterr().out, Path(f"out{number}/report.md").read_text()):
+            printed += re.findall(r"```\n(rope-extend .*)\n```", text)
+    options = "--target-length 64 --trained-length 32 --output recipe.yaml"
+    names = (tmp_path / "mine" / "model", "path/to/model", "model", "model")
+    assert printed == [f"rope-extend advise {name} {options}" for name in names]
+    main(shlex.split(printed[0])[1:])
+    assert "written: recipe.yaml" in capsys.readouterr().out
+    assert Recipe.from_yaml("recipe.yaml").target_length == 64
+    assert str(tmp_path) not in Path("out1/report.html").read_text()
+    # A directory called `model` has the name of the one above it, and the settings are a file for a command.
+    text = Path("out1/report.md").read_text()
+    assert text.startswith("# mine: perplexity and retrieval by length\n")
+    name, settings = re.search(r"```\n# (rope-extend report (.*\.yaml))\n", text).groups()
+    Path(settings).write_text(text[text.index(name) : text.rindex("```")].partition("\n")[2])
+    main([*shlex.split(name)[1:], "--plan"])
+    assert "perplexity: 3 rows" in capsys.readouterr().out
 
 
 def interrupt_after(count: int) -> Any:

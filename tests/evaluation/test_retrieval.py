@@ -25,7 +25,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.answering import Subjects, answer, answer_batch, generate, long_prompt
-from rope_extend.evaluation.collecting import retrieved as collect_retrieval
+from rope_extend.evaluation.collecting import RETRIEVAL, collect
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
@@ -77,11 +77,9 @@ def measured(model: Any, *, crop: int | None = None, **changes: Any) -> Retrieva
     for task, length in product(tasks, lengths):
         prompts = make_prompts(task, TOKENIZER, length, Prompts(**options))
         trials, peak = answer_batch(model, TOKENIZER, task, prompts, crop)
-        cells.append({
-            "label": "model", "trials": trials, "crop": crop, "seconds": 0.0,
-            "forward_tokens": 0, "peak_memory_bytes": peak,
-        })  # fmt: skip
-    return collect_retrieval(cells, ["model"])["model"]
+        cost = {"seconds": 0.0, "forward_tokens": 0, "peak_memory_bytes": peak}
+        cells.append({"kind": RETRIEVAL, "label": "model", "trials": trials, "crop": crop, **cost})
+    return collect(cells, ["model"])[0].retrieval
 
 
 def prompt_rows(length: int, **options: Any) -> list[list[int]]:
@@ -318,7 +316,7 @@ def test_before_and_after_are_the_base_model_and_the_adapter(work: Path, run: Pa
     subjects = Subjects.of(str(run), LoadOptions(device="cpu", dtype=torch.float32))
     assert subjects.window == 4 * TRAINED
     ids = tokenizer(TEXT)["input_ids"][: 3 * TRAINED]
-    texts = {label: answer(model, tokenizer, ids, 6) for label, model in subjects.answerers()}
+    texts = {label: answer(model, tokenizer, ids, 6) for label, model in subjects.models()}
     before, after = texts
     assert before.startswith("before")
     assert after.startswith("after")
