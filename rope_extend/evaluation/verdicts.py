@@ -61,13 +61,11 @@ class Decision(NamedTuple):
 
     Attributes:
         verdicts: on each row that is compared with a cropped context; controls have none.
-        sentence: what to do.
         train: whether no untrained row will do.
-        section: a table of the criteria, if a row has a verdict, and the sentence.
+        section: a table of the criteria, if a row has a verdict, and a sentence that says what to do.
     """
 
     verdicts: list[Verdict]
-    sentence: str
     train: bool
     section: Section
 
@@ -85,19 +83,18 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
     judged = _verdicts(rows, unfinished)
     sentence, train = _sentence(rows, judged, unfinished, longest)
     if not judged:
-        return Decision(judged, sentence, train, Section("Verdict", notes=[sentence]))
+        return Decision(judged, train, Section("Verdict", notes=[sentence]))
     documents = max(row.result.documents for row in rows if row.result)
-    note = (
-        f"Perplexity is that of {documents} documents; in brackets, its 95 % interval over them. A ✓ beyond "
-        f"{window} means lower beyond doubt: at most 3% of such claims are wrong."
-    )
-    head = [
-        "", f"beyond {window}: lower than with a cropped context",
-        f"at {target}: {LEAST_FOUND:.0%} found at every depth",
-        f"within {window}: at most {MOST_COST - 1:.0%} more than plain RoPE",
-    ]  # fmt: skip
+    head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
+    notes = [
+        sentence,
+        f"✓ beyond {window}: lower than with a cropped context, beyond doubt: at most 3% of such claims are "
+        f"wrong. In brackets, the 95 % interval over {documents} documents.",
+        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
+        f"{MOST_COST - 1:.0%} more than plain RoPE.",
+    ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
-    return Decision(judged, sentence, train, Section("Verdict", [head, *lines], [sentence, note]))
+    return Decision(judged, train, Section("Verdict", [head, *lines], notes))
 
 
 def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> list[Verdict]:
@@ -174,9 +171,10 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
     base = EvaluationRow("the control", result=control, trained_length=control.window)
     change = differences[-1]
     words, useful = _gain(Comparison(base, EvaluationRow("the model", result=result), [change]))
+    window, longest = format_length(control.window or 0), format_length(change.length)
     said = (
-        f"compared with a cropped context, perplexity on tokens {format_length(control.window or 0)} to "
-        f"{format_length(change.length)} of {change.documents} documents is {words}"
+        f"from {window} to {longest}, compared with a cropped context, perplexity of {change.documents} "
+        f"documents is {words}"
     )
     worse = change.clear and change.nats > 0
     if useful:

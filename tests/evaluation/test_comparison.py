@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 from test_perplexity import measure, texts, tiny
 from test_report import row
+from test_verdicts import judged
 
-import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
@@ -58,19 +59,16 @@ def test_rates_are_compared_prompt_by_prompt() -> None:
     assert compare(forth, back).changes[0].change.change == 0
 
 
-def test_two_methods_are_compared_document_by_document() -> None:
+def test_losses_are_compared_at_the_lengths_that_both_rows_have() -> None:
+    found = compare(judged("none", 1.0), judged("linear", 0.9))
+    assert [(one.length, one.ratio) for one in found.differences] == [
+        (length, pytest.approx(math.exp(-0.1))) for length in (32, 64)
+    ]
+    assert "-0.1000" in markdown(comparison_parts([found]))
     model = tiny()
-    plain = measured("none", model)
-    with rx.extend(model, 64, "linear"):
-        linear = measured("linear", model)
-    found = compare(plain, linear)
-    assert [one.length for one in found.differences] == [16, 64]
-    for one in found.differences:
-        assert one.ratio == pytest.approx(linear.result.ppl[one.length] / plain.result.ppl[one.length])
-    text = markdown(comparison_parts([found]))
-    assert f"{found.differences[1].nats:+.4f}" in text
-    # The second row has only one of the two lengths.
-    assert [one.length for one in compare(plain, measured("b", model, [64])).differences] == [64]
+    assert [one.length for one in compare(measured("a", model), measured("b", model, [64])).differences] == [
+        64
+    ]
 
 
 def test_rows_that_cannot_be_compared_are_refused() -> None:

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report import row
+from test_verdicts import CONTROL, PLAIN, cropped, judged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
@@ -47,20 +48,17 @@ def evaluated(model: Path, **settings) -> list[EvaluationRow]:
     return evaluate(EvaluationConfig(model=model, **settings), progress=False)
 
 
-def three_rows() -> list[EvaluationRow]:
-    model = tiny()
-    plain = measured("none", "none", model)
-    cropped = measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED)
-    with rx.extend(model, 64, "linear"):
-        return [plain, cropped, measured("linear", "linear", model)]
-
-
 def test_the_window_is_compared_document_by_document() -> None:
-    rows = three_rows()
+    model, documents = tiny(), texts(64, 64, 70, 65)
+    rows = [
+        measured("none", "none", model),
+        measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED),
+    ]
+    with rx.extend(model, 64, "linear"):
+        rows.append(measured("linear", "linear", model))
     (found,) = regressions(rows)
     (change,) = found.differences
     assert (found.second.label, found.first.label, change.length) == ("linear", "none", TRAINED)
-    model, documents = tiny(), texts(64, 64, 70, 65)
     before = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
     with rx.extend(model, 64, "linear"):
         after = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
@@ -71,19 +69,6 @@ def test_the_window_is_compared_document_by_document() -> None:
     (again,) = regressions(rows[1:])
     assert again.first.label == "none, cropped to 32"
     assert again.longest.nats == pytest.approx(change.nats, abs=1e-6)
-
-
-def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
-    rows = three_rows()
-    found = against_cropped(rows)
-    assert [(one.first, one.second) for one in found] == [(rows[1], rows[0]), (rows[1], rows[2])]
-    assert [gain.differences for gain in found] == [
-        each.result.against(rows[1].result) for each in (rows[0], rows[2])
-    ]
-    assert [change.length for gain in found for change in gain.differences] == [64, 64]  # equal within 32
-    other = replace(rows[2], result=replace(rows[2].result, data="f" * 16))
-    for some, compared in (([rows[0], rows[2]], []), (rows[1:2], []), ([*rows[:2], other], ["none"])):
-        assert [one.second.label for one in against_cropped(some)] == compared
 
 
 @pytest.mark.parametrize(("documents", "length"), [(10, 384), pytest.param(40, 1024, marks=pytest.mark.slow)])
@@ -119,47 +104,51 @@ def test_the_unmodified_model_does_not_beat_its_own_control(documents: int, leng
         assert certain("cropped-half") > 3
 
 
-def test_what_is_trained_is_compared_with_a_control_that_is_trained() -> None:
-    _, cropped, linear = three_rows()
-    tuned = replace(linear, label="linear + LoRA", adapter="a")
-    control = replace(cropped, label="none + LoRA, cropped", adapter="b")
-
-    def pairs(*rows: EvaluationRow) -> list[tuple[str, str]]:
-        return [(one.second.label, one.first.label) for one in against_cropped(rows)]
-
-    assert pairs(linear, tuned, cropped) == [("linear", cropped.label), ("linear + LoRA", cropped.label)]
-    both = [linear, tuned, control, cropped]
-    assert pairs(*both) == [("linear", cropped.label), ("linear + LoRA", control.label)]
-    assert pairs(linear, tuned, control) == [("linear + LoRA", control.label)]
-    text = markdown_report(both)
-    assert "divided by that of the control" in text
-    assert f"The control “{control.label}” is that of: linear + LoRA." in text
-    assert "than before training" not in text
-    alone = markdown_report([linear, tuned, cropped])
-    assert f"divided by that of {cropped.label}" in alone
-    assert "than before training" in alone
+LINEAR = judged("linear", 0.9)
+ROWS = {
+    "none": PLAIN, "control": CONTROL, "linear": LINEAR,
+    "other text": replace(LINEAR, result=replace(LINEAR.result, data="f" * 16)),
+    "tuned": judged("tuned", 0.8, None, "a"),
+    **{name: judged(name, 0.8, None, name) for name in ("good", "weak", "broken")},
+    **{f"{name}, cropped": cropped(level, name)
+       for name, level in (("good", 0.9), ("weak", 1.1), ("broken", math.nan))},
+}  # fmt: skip
+CROPPED = [f"{name}, cropped" for name in ("good", "weak", "broken")]
 
 
-def test_of_several_trained_controls_the_best_decides_whatever_their_order() -> None:
-    """But an adapter that was measured with a cropped context too is compared with that."""
-    _, cropped, linear = three_rows()
-    tuned = replace(linear, label="linear + LoRA", adapter="a")
-
-    def pair(name: str, level: float) -> list[EvaluationRow]:
-        ppl = {n: value * level for n, value in cropped.result.ppl.items()}
-        control = replace(
-            cropped, label=f"{name}, cropped", adapter=name, result=replace(cropped.result, ppl=ppl)
-        )
-        return [replace(linear, label=name, adapter=name), control]
-
-    good, weak, broken = pair("good", 0.9), pair("weak", 1.1), pair("broken", math.nan)
-    for others in ([*good, *weak, *broken], [*broken, *weak, *good]):
-        found = {one.second.label: one.first.label for one in against_cropped([cropped, tuned, *others])}
-        assert found == {
-            "linear + LoRA": "good, cropped", "good": "good, cropped", "weak": "weak, cropped",
-            "broken": "good, cropped",
-        }  # fmt: skip
-    assert tuned.control_in([cropped, *broken]) is cropped
+@pytest.mark.parametrize(
+    ("names", "controls"),
+    [
+        (["none", "control", "linear"], {"none": "control", "linear": "control"}),
+        (["none", "control", "other text"], {"none": "control"}),
+        (["none", "linear"], {}),
+        (["control"], {}),
+        # What is trained is compared with a control that is trained, if there is one.
+        (["linear", "tuned", "control"], {"linear": "control", "tuned": "control"}),
+        (["linear", "tuned", "good, cropped", "control"], {"linear": "control", "tuned": "good, cropped"}),
+        (["linear", "tuned", "good, cropped"], {"tuned": "good, cropped"}),
+        # Of several the best decides, whatever their order; but an adapter has its own, if that is finite.
+        *((["control", "tuned", "good", "weak", "broken", *some],
+           {"tuned": "good, cropped", "good": "good, cropped", "weak": "weak, cropped",
+            "broken": "good, cropped"}) for some in (CROPPED, CROPPED[::-1])),
+        (["control", "tuned", "broken, cropped"], {"tuned": "control"}),
+    ],
+)  # fmt: skip
+def test_a_longer_context_is_compared_with_a_cropped_one(names: list[str], controls: dict[str, str]) -> None:
+    rows = [ROWS[name] for name in names]
+    found = against_cropped(rows)
+    assert [(gain.second, gain.first) for gain in found] == [
+        (ROWS[name], ROWS[controls[name]]) for name in names if name in controls
+    ]
+    for gain in found:
+        assert gain.differences == gain.second.result.against(gain.first.result)
+        assert [change.length for change in gain.differences] == [64]  # equal within 32
+    several, text = {*controls.values()}, markdown_report(rows)
+    if len(several) == 1:
+        assert f"divided by that of {ROWS[several.pop()].label}" in text
+    for control in several:
+        of = ", ".join(ROWS[name].label for name in names if controls.get(name) == control)
+        assert f"The control “{ROWS[control].label}” is that of: {of}." in text
 
 
 def test_rows_with_other_targets_are_not_compared() -> None:

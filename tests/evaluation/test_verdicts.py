@@ -20,7 +20,7 @@ from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, Scores
 from rope_extend.evaluation.statistics import Difference
-from rope_extend.evaluation.verdicts import Criterion, Verdict, _gain, decide
+from rope_extend.evaluation.verdicts import Criterion, _gain, decide, verdict
 
 TRAINED = 32
 NAN = float("nan")
@@ -126,15 +126,15 @@ FOUND, LOST = "passkey 100% (83–100), 100% at the worst depth", "passkey 90% (
     ],
 )  # fmt: skip
 def test_the_criteria(rows: list[EvaluationRow], criteria: list[Criterion], success: bool | None) -> None:
-    (verdict,) = decide(rows).verdicts
-    assert [*verdict[1:4]] == criteria
-    assert verdict.success is success
+    (found,) = decide(rows).verdicts
+    assert [*found[1:4]] == criteria
+    assert found.success is success
     marks = {True: "✓", False: "✗", None: "?"}
     cells = [f"{marks[met]} {words}" for words, met in criteria]
-    assert decide(rows).section.lines[1] == [verdict.label, *cells]
+    assert decide(rows).section.lines[1] == [found.label, *cells]
     # It may lack depths while it is measured, and find all passkeys at the others.
-    (begun,) = decide(rows, [verdict.label]).verdicts
-    assert begun == verdict._replace(whole=False)
+    (begun,) = decide(rows, [found.label]).verdicts
+    assert begun == found._replace(whole=False)
     assert begun.success is None
 
 
@@ -145,8 +145,8 @@ def test_tables_show_no_count_of_what_is_not_finite() -> None:
 
 def test_passkeys_within_the_old_window_do_not_count() -> None:
     scores = RetrievalResult((Scores("passkey", 32, 0.5, (1.0,)),))
-    (verdict,) = decide([PLAIN, CONTROL, replace(judged("yarn", 0.9), retrieval=scores)]).verdicts
-    assert verdict.found == Criterion("not measured", None)
+    (one,) = decide([PLAIN, CONTROL, replace(judged("yarn", 0.9), retrieval=scores)]).verdicts
+    assert one.found == Criterion("not measured", None)
 
 
 def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> None:
@@ -154,7 +154,7 @@ def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> No
     for target, is_judged in ((TRAINED, False), (TRAINED - 1, False), (TRAINED + 1, True), (None, False)):
         again = EvaluationRow.from_dict(json.loads(json.dumps(replace(RUN, target_length=target).to_dict())))
         found = decide([PLAIN, CONTROL, again]).verdicts
-        assert [verdict.label for verdict in found] == (["LoRA"] if is_judged else [])
+        assert [one.label for one in found] == (["LoRA"] if is_judged else [])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 ) -> None:
     own = replace(judged("as-is", 0.9), encoding=None, rope_parameters=parameters)
     found = decide([PLAIN, CONTROL, own]).verdicts
-    assert [verdict.label for verdict in found] == (["as-is"] if is_judged else [])
+    assert [one.label for one in found] == (["as-is"] if is_judged else [])
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,32 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 )  # fmt: skip
 def test_the_sentence(rows: list[EvaluationRow], missing: list[str], said: str) -> None:
     decision = decide([CONTROL, *rows], missing)
-    assert decision.sentence == decision.section.notes[0] == said
+    assert decision.section.notes[0] == said
     assert decision.train == said.startswith("No row meets")
+
+
+@pytest.mark.parametrize(
+    ("level", "documents", "said"),
+    [
+        (0.9, 5, "The longer context is of use, certainly: from 32 to 64, compared with a cropped context, "
+         "perplexity of 5 documents is 9.5 % lower (9.5 to 9.5)."),
+        (1.1, 5, "The longer context is of no use: from 32 to 64, compared with a cropped context, "
+         "perplexity of 5 documents is 10.5 % higher (10.5 to 10.5)."),
+        (NAN, 5, "The longer context is of no use: from 32 to 64, compared with a cropped context, "
+         "perplexity of 5 documents is not finite."),
+        (0.9, 2, "No use of the longer context is certain: from 32 to 64, compared with a cropped context, "
+         "perplexity of 2 documents is 9.5 % lower (too few documents for an interval)."),
+    ],
+)  # fmt: skip
+def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> None:
+    result, control = (
+        replace(one, block_nll=one.block_nll[:documents], block_terms=one.block_terms[:documents])
+        for one in (judged("yarn", level).result, CONTROL.result)
+    )
+    assert verdict(result, control) == said
+    for wrong in (replace(control, data="f" * 16), replace(control, protocol="prefix", window=None)):
+        with pytest.raises(RopeExtendError, match="verdict compares a result with its control"):
+            verdict(result, wrong)
 
 
 def test_a_report_on_tasks_alone_says_what_is_missing() -> None:
@@ -220,8 +244,7 @@ def test_a_report_on_tasks_alone_says_what_is_missing() -> None:
     said = "No row can be judged: no perplexity was measured; give long documents (--data)."
     assert decide(rows).section.notes == [said]
     within = replace(PLAIN, trained_length=64)
-    assert decide([within]).sentence == "The model was trained on 64 tokens, so it needs no extension."
-    assert Verdict("a", *[Criterion("", True)] * 3).success
+    assert decide([within]).section.notes == ["The model was trained on 64 tokens, so it needs no extension."]
 
 
 def test_settings() -> None:
