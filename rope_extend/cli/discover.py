@@ -211,7 +211,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
     from transformers import AutoTokenizer
 
-    from rope_extend.evaluation.answering import Subjects, answer, long_prompt
+    from rope_extend.evaluation.asking import Subjects, answer, long_prompt
     from rope_extend.models.load_options import LoadOptions
     from rope_extend.models.loading import pretrained
 

@@ -19,7 +19,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record, write_record
-from rope_extend.evaluation.answering import Subjects
+from rope_extend.evaluation.asking import Subjects
 from rope_extend.models.load_options import LoadOptions
 
 

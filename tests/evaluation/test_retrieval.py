@@ -24,7 +24,8 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
-from rope_extend.evaluation.answering import Subjects, answer, answer_batch, generate, long_prompt
+from rope_extend.evaluation.answering import answer_batch, generate
+from rope_extend.evaluation.asking import Subjects, answer, long_prompt
 from rope_extend.evaluation.collecting import RETRIEVAL, collect
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
