@@ -60,7 +60,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """
     styled = line_styles(rows)
     controls = {id(row): row.control_in(rows) for row in rows}
-    compared = [row for row in rows if controls[id(row)]]
+    compared = [row for row in rows if controls[id(row)] and not row.cropped]
     best, title, subtitle = _finding(compared, controls) if compared else (None, "Loss by position", "")
     canvas = Canvas(path, title, subtitle, room=16)
     axes = canvas.axes

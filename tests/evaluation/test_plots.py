@@ -144,9 +144,11 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     plots.plot_loss_by_position([control, trained, replace(better, adapter="b")], tmp_path / "c.png")
     assert not lines(drawn[1].axes)["better"].get_ydata().any()
     assert drawn[1].axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32 tokens"
+    # The row that is nearest to its control is in the picture, and one far above is named as such.
     above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
-    plots.plot_loss_by_position([control, above], tmp_path / "d.png")
+    plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")
     assert "failed (above)" in lines(drawn[2].axes)
+    assert drawn[2].axes.get_ylim()[1] > max(lines(drawn[2].axes)["near"].get_ydata()) > 40
 
 
 def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
