@@ -113,8 +113,8 @@ class CellStore:
 
     def take_parts(self) -> None:
         """Take over the files of other processes, also of an interrupted measurement, and delete them."""
-        for path in [] if self.directory is None else sorted(self.directory.glob("cells.*.jsonl")):
-            if _PARTS.fullmatch(path.name):
+        for path in [] if self.directory is None else our_parts(self.directory):
+            if path.name != CELLS:
                 with _journal(path, self.journal.identity) as part:
                     self.take(part.records)
                 path.unlink()

@@ -141,18 +141,6 @@ def _method_style(method: str) -> tuple[str, int]:
     return PALETTE[number], number
 
 
-def styles_of(lines: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Colour and marker of each line, given as its method and dashes: equal ones get darker shades."""
-    seen: Counter[tuple[str, str]] = Counter()
-    styles = []
-    for line in lines:
-        (colour, number), step = _method_style(line[0]), seen[line]
-        seen[line] += 1
-        shade = to_hex([(1 - min(step, 3) / 5) * channel for channel in to_rgb(colour)])
-        styles.append({"color": shade, "marker": MARKERS[(number + step) % len(MARKERS)]})
-    return styles
-
-
 def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """Each `EvaluationRow` with the style of its line: the colour of its method, the dashes of its kind.
 
@@ -161,13 +149,20 @@ def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """
     if not rows:
         raise RopeExtendError("no rows to draw; give results in which this was measured")
-    dashes = [CROPPED if row.cropped else UNTRAINED if row.adapter is None else TUNED for row in rows]
-    styles = styles_of([(row.method, dash) for row, dash in zip(rows, dashes, strict=True)])
-    return [
-        (row, {**style, "linestyle": dash, "linewidth": LINE, "markersize": MARKER,
-               "label": f" {row.label:.60}", **({"markerfacecolor": "white"} if row.adapter is None else {})})
-        for row, dash, style in zip(rows, dashes, styles, strict=True)
-    ]  # fmt: skip
+    seen: Counter[tuple[str, str]] = Counter()
+    styled = []
+    for row in rows:
+        dashes = CROPPED if row.cropped else UNTRAINED if row.adapter is None else TUNED
+        (colour, number), step = _method_style(row.method), seen[row.method, dashes]
+        seen[row.method, dashes] += 1
+        shade = to_hex([(1 - min(step, 3) / 5) * channel for channel in to_rgb(colour)])
+        style = {
+            "color": shade, "marker": MARKERS[(number + step) % len(MARKERS)], "linestyle": dashes,
+            "linewidth": LINE, "markersize": MARKER, "label": f" {row.label:.60}",
+            "markerfacecolor": "white" if row.adapter is None else shade,
+        }  # fmt: skip
+        styled.append((row, style))
+    return styled
 
 
 def draw_line(axes: Axes, x: Floats, y: Floats, *, inside: bool = False, **style: Any) -> None:
