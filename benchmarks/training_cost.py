@@ -16,7 +16,7 @@ from measuring import EIGHT_BILLION, Row, document, in_bfloat16, model, row, tim
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from rope_extend.attention.packed import document_inputs, packed_attention
-from rope_extend.data.packing import packed
+from rope_extend.data.blocks import pack
 from rope_extend.loss import NextTokenLoss, next_token_loss
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
@@ -221,7 +221,7 @@ def packed_documents(repetitions: int, tokens: int = 4096, count: int = 8) -> It
     """Loss and gradient of a block of packed documents, compared with the same block under a mask."""
     lm = model().train()
     size = tokens // count
-    block = packed(list(torch.split(document(tokens, 4096).input_ids, size)))
+    block = pack(torch.split(document(tokens, 4096).input_ids, size))
     ids, labels, positions = (
         block[name][None].to(lm.device) for name in ("input_ids", "labels", "position_ids")
     )

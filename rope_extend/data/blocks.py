@@ -1,6 +1,7 @@
-"""Blocks of tokens for fine-tuning, each from one document.
+"""Blocks of tokens for fine-tuning: each from one document, or packed from several (`packing.py`).
 
-Documents that are shorter than a block are dropped, counted and reported; they are never padded or joined.
+Documents that are shorter than a block are dropped, counted and reported; they are never padded, and joined
+only on request.
 """
 
 from __future__ import annotations
@@ -8,54 +9,76 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED
 from rope_extend.units import format_length, parse_length
 
+Piece = tuple[int, int, int]
+"""A part of a document: its number, and the offsets of the part's first token and of the one after it."""
 
-class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Blocks of `length` tokens, each from a single document; made by `cut_blocks`.
 
-    Items are `{"input_ids": int64 [length], "labels": int64 [length]}`; labels are the same tokens, not
-    shifted.
+class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Blocks of `length` tokens; made by `cut_blocks` and `packed_blocks`.
 
-    Attributes:
+    Items are int64 `[length]`: `input_ids`, and `labels`, which are the same tokens, not shifted. Items of
+    `packed` blocks are those of `pack`.
+
+    Args:
+        documents: where the text comes from.
         length: tokens per block.
-        dropped_documents: number of documents that are shorter than a block.
+        pieces: the parts of documents that make up each block, in order.
+        packed: whether a block may have several documents.
+        left_out: what is not used, in words.
     """
 
-    def __init__(self, documents: Sequence[Document], length: int, spans: Sequence[tuple[int, int]]) -> None:
-        self.length = length
-        self.dropped_documents = sum(len(document) < length for document in documents)
-        self._documents = documents
-        self._spans = spans
+    def __init__(
+        self, documents: Sequence[Document], length: int, pieces: Sequence[Sequence[Piece]],
+        *, packed: bool, left_out: str,
+    ) -> None:  # fmt: skip
+        self.length, self._documents, self._pieces = length, documents, pieces
+        self._packed, self._left_out = packed, left_out
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._pieces)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        document, start = self._spans[index]
-        ids = self._documents[document].input_ids[start : start + self.length]
-        return {"input_ids": ids.clone(), "labels": ids.clone()}  # whoever masks labels changes only those
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        parts = [self._documents[n].input_ids[start:end] for n, start, end in self._pieces[index]]
+        item = pack(parts)
+        return item if self._packed else {"input_ids": item["input_ids"], "labels": item["input_ids"].clone()}
 
     def origin(self, index: int) -> tuple[str, int]:
-        """The name of the document that a block comes from, and the block's offset in it, in tokens."""
-        document, start = self._spans[index]
+        """The name of the document with which a block begins, and the block's offset in it, in tokens."""
+        document, start, _ = self._pieces[index][0]
         return self._documents[document].name, start
 
     def share_beyond(self, window: int) -> float:
         """Share of the tokens at positions `window` and above, which are outside a window of that length."""
-        return max(0, self.length - window) / self.length
+        beyond = sum(max(0, end - start - window) for block in self._pieces for _, start, end in block)
+        return beyond / (len(self) * self.length)
 
     def __repr__(self) -> str:
-        return (
-            f"Blocks({len(self)} of {format_length(self.length)} tokens, "
-            f"{self.dropped_documents} documents too short)"
-        )
+        name = "PackedBlocks" if self._packed else "Blocks"
+        return f"{name}({len(self)} of {format_length(self.length)} tokens, {self._left_out})"
 
 
-def cut_blocks(documents: Sequence[Document], length: int | str) -> Blocks:
+def pack(parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Make one item of packed blocks from documents or parts of documents.
+
+    - `input_ids`;
+    - `labels`: the same tokens, except -100 for the first token of each document, so that no document is
+      predicted from the one before it;
+    - `position_ids`: the position of each token in its document, from 0. If a document is cut at the end of a
+      block, its rest counts from 0 in the next block.
+    """
+    ids = torch.cat(list(parts))
+    positions = torch.cat([torch.arange(len(part)) for part in parts])
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
+
+
+def cut_blocks(documents: Sequence[Document], length: int | str, *, packed: bool = False) -> Blocks:
     """Cut documents into fine-tuning blocks of `length` tokens, each from one document, in order.
 
     Blocks follow each other without overlap. If the rest of a document is at least half a block, a last block
@@ -65,28 +88,42 @@ def cut_blocks(documents: Sequence[Document], length: int | str) -> Blocks:
     Args:
         documents: where the text comes from.
         length: tokens per block, at least 2; `"32k"` works too.
+        packed: whether items are those of packed blocks, such as to be mixed with some.
 
     Raises:
         RopeExtendError: no document has `length` tokens.
     """
-    length = parse_length(length)
-    if length < 2:
-        raise RopeExtendError(
-            f"a block needs at least 2 tokens, one as input and one to predict; got {length}"
-        )
+    length = block_length(length)
     if not documents:
         raise RopeExtendError(f"no documents given, so none has {length:,} tokens; give at least one")
-    spans = [
-        (i, start) for i, document in enumerate(documents) for start in block_starts(len(document), length)
+    pieces = [
+        [(number, start, start + length)]
+        for number, document in enumerate(documents)
+        for start in block_starts(len(document), length)
     ]
-    if not spans:
+    if not pieces:
         longest = max(documents, key=len)
         raise RopeExtendError(
             f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
             f"{len(longest):,}. Use a length of {len(longest):,} or less, or longer texts; short texts can "
             "be packed"
         )
-    return Blocks(documents, length, spans)
+    short = sum(len(document) < length for document in documents)
+    return Blocks(documents, length, pieces, packed=packed, left_out=f"{short} documents too short")
+
+
+def block_length(length: int | str) -> int:
+    """The number of tokens of a block.
+
+    Raises:
+        RopeExtendError: it is no length, or below 2 tokens.
+    """
+    tokens = parse_length(length)
+    if tokens < 2:
+        raise RopeExtendError(
+            f"a block needs at least 2 tokens, one as input and one to predict; got {tokens}"
+        )
+    return tokens
 
 
 def block_starts(tokens: int, length: int) -> list[int]:

@@ -47,9 +47,7 @@ def mixed_windows(
         RopeExtendError: no document fills a block, or the pieces together do not.
     """
     filling = [document for document in documents if len(document) >= length]
-    long = cut_blocks(filling or documents, length)
-    # One document fills each block, so these are packed blocks too, with the same inputs as short ones.
-    whole = [Document(long.origin(index)[0], long[index]["input_ids"]) for index in range(len(long))]
+    long = cut_blocks(filling or documents, length, packed=True)  # one document fills each
     # All short documents, then pieces of the others, one of each in turn, until there are enough blocks.
     short = [document for document in documents if len(document) < length]
     pieces = [piece for document in short for piece in _pieces([document], window)]
@@ -65,8 +63,7 @@ def mixed_windows(
             f"mixed_windows: a short block needs {length:,} tokens, and {len(documents)} documents, cut into "
             f"pieces of {window:,} tokens, have {tokens:,} together; give more text"
         )
-    sources = [packed_blocks(whole, length), packed_blocks(pieces, length)]
-    return Mixture(sources, (1 - short_share, short_share), seed=seed)
+    return Mixture([long, packed_blocks(pieces, length)], (1 - short_share, short_share), seed=seed)
 
 
 def _pieces(documents: Sequence[Document], window: int) -> Iterator[Document]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from rope_extend.data.blocks import Blocks
-from rope_extend.data.packing import PackedBlocks
 
 _CHUNK = 4096
 """Number of positions whose sources are drawn together."""
@@ -54,7 +53,7 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Sequence[Blocks | PackedBlocks], weights: Sequence[float] = (1.0,), *, seed: int = 0
+        self, sources: Sequence[Blocks], weights: Sequence[float] = (1.0,), *, seed: int = 0
     ) -> None:
         self.sources, self.seed = sources, seed
         self.weights = np.asarray(weights, dtype=np.float64) / sum(weights)

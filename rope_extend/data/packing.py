@@ -11,77 +11,22 @@ use the mask of transformers for packed sequences.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from rope_extend.data.blocks import Blocks, Piece, block_length
 from rope_extend.data.documents import Document
 from rope_extend.encodings import Encoding, LinearAttention
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
-from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
 _RECURRENT = ("linear", "conv", "mamba", "hybrid", "recurrent")
 """Parts of the names of layer types that carry a state from token to token, which no mask stops."""
-
-
-class PackedBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Blocks of `length` tokens, cut from all documents concatenated; made by `packed_blocks`.
-
-    Items are int64 `[length]`:
-
-    - `input_ids`;
-    - `labels`: the same tokens, except -100 for the first token of each document, so that no document is
-      predicted from the one before it;
-    - `position_ids`: the position of each token in its document, from 0. If a document is cut at the end of a
-      block, its rest counts from 0 in the next block.
-
-    Attributes:
-        length: tokens per block.
-    """
-
-    def __init__(self, documents: Sequence[Document], length: int) -> None:
-        self.length, self._documents = length, documents
-        self._ends = np.cumsum([len(document) for document in documents]).tolist()
-
-    def __len__(self) -> int:
-        return self._ends[-1] // self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        first = index * self.length
-        pieces: list[Tensor] = []
-        number, filled = bisect_right(self._ends, first), 0
-        while filled < self.length:
-            document = self._documents[number].input_ids
-            start = max(0, first - (self._ends[number] - len(document)))
-            pieces.append(document[start : start + self.length - filled])
-            filled += len(pieces[-1])
-            number += 1
-        return packed(pieces)
-
-    @property
-    def tokens_left_over(self) -> int:
-        """Number of tokens at the end that do not fill a block."""
-        return int(self._ends[-1] % self.length)
-
-    def share_beyond(self, window: int) -> float:
-        """Share of the tokens at positions `window` and above, which are outside a window of that length."""
-        beyond = sum(int((self[index]["position_ids"] >= window).sum()) for index in range(len(self)))
-        return beyond / (len(self) * self.length)
-
-    def __repr__(self) -> str:
-        return (
-            f"PackedBlocks({len(self)} of {format_length(self.length)} tokens, from {len(self._documents)} "
-            f"documents, {self.tokens_left_over} tokens left over)"
-        )
 
 
 def ended(documents: Sequence[Document], tokenizer: Any, max_tokens: int | None = None) -> list[Document]:
@@ -102,15 +47,7 @@ def ended(documents: Sequence[Document], tokenizer: Any, max_tokens: int | None 
     ]
 
 
-def packed(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Make one item of `PackedBlocks` from documents or pieces of documents."""
-    ids = torch.cat(list(pieces))
-    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
-    labels = ids.masked_fill(positions == 0, IGNORED)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}
-
-
-def packed_blocks(documents: Sequence[Document], length: int) -> PackedBlocks:
+def packed_blocks(documents: Sequence[Document], length: int) -> Blocks:
     """Concatenate documents and cut the result into blocks of `length` tokens.
 
     Every token is used once, except those at the end that do not fill a block.
@@ -122,17 +59,23 @@ def packed_blocks(documents: Sequence[Document], length: int) -> PackedBlocks:
     Raises:
         RopeExtendError: all documents together have fewer tokens than a block, or a block has fewer than 2.
     """
-    if length < 2:
-        raise RopeExtendError(
-            f"a block needs at least 2 tokens, one as input and one to predict; got {length}"
-        )
+    length = block_length(length)
     tokens = sum(map(len, documents))
     if tokens < length:
         raise RopeExtendError(
             f"{len(documents)} documents have {tokens:,} tokens together, but a packed block needs "
             f"{length:,}; give more text, or a shorter block_length"
         )
-    return PackedBlocks(documents, length)
+    pieces: list[list[Piece]] = [[] for _ in range(-(-tokens // length))]
+    first = 0  # of the document, among all tokens
+    for number, document in enumerate(documents):
+        end = first + len(document)
+        for block in range(first // length, -(-end // length)):
+            inside = max(first, block * length), min(end, (block + 1) * length)
+            pieces[block].append((number, inside[0] - first, inside[1] - first))
+        first = end
+    left_out = f"from {len(documents)} documents, {tokens % length} tokens left over"
+    return Blocks(documents, length, pieces[: tokens // length], packed=True, left_out=left_out)
 
 
 def scored(items: Sequence[dict[str, Tensor]]) -> int:

@@ -25,7 +25,6 @@ from rope_extend import RopeExtendError
 from rope_extend.attention.packed import document_inputs
 from rope_extend.data.documents import Document
 from rope_extend.data.mixed_windows import check_mixed_windows, mixed_windows
-from rope_extend.data.packing import PackedBlocks
 from rope_extend.loss import IGNORED
 from rope_extend.training.finetune import Recipe, finetune
 
@@ -114,7 +113,6 @@ def test_blocks_are_of_two_kinds_in_their_shares() -> None:
         assert bool(((item["labels"] == IGNORED) == (item["position_ids"] == 0)).all())
     assert counts[1] / 400 == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 400) ** 0.5)
     short = blocks.sources[1]
-    assert isinstance(short, PackedBlocks)
     # All tokens of the short documents once, in order, except those left over.
     joined = torch.cat([document.input_ids for document in documents if len(document) < BLOCK])
     packed = torch.cat([short[i]["input_ids"] for i in range(len(short))])

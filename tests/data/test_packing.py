@@ -31,7 +31,8 @@ from rope_extend.attention.packed import (
 )
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
-from rope_extend.data.packing import check_packing, packed, packed_blocks, packing_reason
+from rope_extend.data.blocks import pack
+from rope_extend.data.packing import check_packing, packed_blocks, packing_reason
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import DirectKernelCalls
@@ -58,7 +59,7 @@ def apart(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
 def together(model: PreTrainedModel, *rows: list[Tensor], mask: bool = True) -> Tensor:
     """The loss of rows of documents, with a mask or without one."""
     batch = {
-        name: torch.stack([packed(row)[name] for row in rows])
+        name: torch.stack([pack(row)[name] for row in rows])
         for name in ("input_ids", "labels", "position_ids")
     }
     with nullcontext() if mask else packed_attention(model):
@@ -219,7 +220,7 @@ def test_flash_attention_gets_the_borders_of_documents() -> None:
     expected = apart(model, rows[0] + rows[1])
     model.config._attn_implementation_internal = "test_flash"
     batch = {
-        name: torch.stack([packed(row)[name] for row in rows])
+        name: torch.stack([pack(row)[name] for row in rows])
         for name in ("input_ids", "labels", "position_ids")
     }
     inputs = document_inputs(model, batch["position_ids"])
@@ -246,7 +247,7 @@ def test_blocks_hold_every_token_once_in_order(sizes: list[int], length: int) ->
         return
     made = packed_blocks(texts, length)
     assert len(made) == sum(sizes) // length
-    assert made.tokens_left_over == sum(sizes) % length
+    assert repr(made).endswith(f", {sum(sizes) % length} tokens left over)")
     tokens = torch.cat([text.input_ids for text in texts])
     for number, ids in enumerate(tokens.split(length)[: len(made)]):
         item = made[number]

@@ -80,8 +80,9 @@ def cut_short(path: Path) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
+    """In the first of the ids, which are the end of the last array."""
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[content.rindex(b"\n") + 1] ^= 1
     path.write_bytes(content)
 
 
@@ -89,20 +90,14 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def unlabelled(path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    save_file(load_file(path), path)
-
-
-@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, empty, unlabelled])
+@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, empty])
 def test_a_damaged_cache_is_noticed_and_written_again(
     load: Load, tmp_path: Path, encoded: list[str], harm: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     write(tmp_path / "a.txt", "some text", 1)
     first = load(tmp_path / "a.txt")
-    (file,) = (tmp_path / "cache").rglob("*.safetensors")
+    (file,) = (tmp_path / "cache").rglob("*.npz")
     whole = file.read_bytes()
     harm(file)
     encoded.clear()
