@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from rope_extend.data.sources import describe_source, read_texts
-from rope_extend.data.token_cache import Ids, TokenCache, cache_key, tokenizer_content
+from rope_extend.data.token_cache import Ids, cache_key, cached, tokenizer_content
 from rope_extend.errors import RopeExtendError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def load_documents(
     first_of: dict[str, Document] = {}
     too_short = 0
     texts = read_texts(source, text_column, split, streaming=streaming)
-    for name, ids in tokenised(texts, tokenizer, TokenCache(), first=max_documents):
+    for name, ids in _tokenised(texts, tokenizer, max_documents):
         lengths[name] = len(ids)
         if not len(ids) or len(ids) < min_tokens:
             too_short += 1
@@ -122,8 +123,8 @@ def load_documents(
             f"{lengths[longest]:,} tokens; in a recipe, packing=restart uses short texts"
         )
     if too_short:
-        logger.info("%s: %d of %d documents are empty or shorter than %d tokens",
-                    described, too_short, len(lengths), min_tokens)  # fmt: skip
+        words = "%s: %d of %d documents are empty or shorter than %d tokens"
+        logger.info(words, described, too_short, len(lengths), min_tokens)
     return documents
 
 
@@ -159,27 +160,20 @@ def _start(document: Document) -> bytes:
     return document.input_ids[:64].numpy().tobytes()
 
 
-def tokenised(
-    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache, *, first: int | None = None
+def _tokenised(
+    texts: Iterator[tuple[str, str]], tokenizer: Any, first: int | None
 ) -> Iterator[tuple[str, Ids]]:
-    """Yield the name and the token ids, int32 `[T]`, of each text. Texts are tokenised in small batches.
+    """Yield the name and the token ids, int32 `[T]`, of each text, read only as far as the caller iterates.
 
-    Args:
-        texts: names and texts, read only as far as the caller iterates.
-        tokenizer: a transformers tokenizer.
-        cache: where tokens are kept.
-        first: size of the first batch. A caller who needs ten documents need not wait for a full batch.
+    Texts are tokenised in batches. Of them, `first` is the largest size of the first one: a caller who needs
+    ten documents need not wait for a full batch.
     """
-    content, pairs = tokenizer_content(tokenizer), iter(texts)
-    size = min(first or _BATCH, _BATCH)
-    while batch := list(itertools.islice(pairs, size)):
+    content, size = tokenizer_content(tokenizer), min(first or _BATCH, _BATCH)
+    while batch := list(itertools.islice(texts, size)):
         size = min(2 * size, _BATCH)
-        key = cache_key([text for _, text in batch], content)
-        ids = cache.get(key)
-        if ids is None:
-            ids = _encode([text for _, text in batch], tokenizer)
-            cache.put(key, ids)
-        yield from zip((name for name, _ in batch), ids, strict=True)
+        names, contents = zip(*batch, strict=True)
+        ids = cached(cache_key(contents, content), partial(_encode, contents, tokenizer))
+        yield from zip(names, ids, strict=True)
 
 
 def _encode(texts: Sequence[str], tokenizer: Any) -> list[Ids]:

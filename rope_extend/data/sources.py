@@ -136,8 +136,8 @@ def read_texts(
         dataset, _, config = source.partition(":")
         _check_on_hub(source, dataset)
         options = {"streaming": True} if streaming else {}
-        table = _load(source, dataset, config or None, split=split, **options)
-        for row, text in enumerate(_column(_rows(table, column, source, dataset), column, source)):
+        rows = _dataset_rows(source, column, dataset, config or None, split=split, **options)
+        for row, text in enumerate(_column(rows, column, source)):
             yield f"{source}#{row}", text
         return
     files = source_files(source)
@@ -207,22 +207,22 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
     if kind in ("parquet", "arrow"):
         # Streamed, because the cache of `datasets` knows files by path and time, not by content. It takes a
         # data file for a glob pattern, so brackets in its name are escaped.
-        table = _load(path, kind, split="train", data_files=[glob.escape(str(path))], streaming=True)
-        yield from _rows(table, column, path, kind)
+        file = glob.escape(str(path))
+        yield from _dataset_rows(path, column, kind, split="train", data_files=[file], streaming=True)
         return
     number = 1
-    with _opened(path) as file:
+    with _opened(path) as opened:
         try:
+            lines: Iterable[str] = opened
             if kind == "csv":
                 csv.field_size_limit(2**31 - 1)  # a document is longer than the default limit
                 dialect = "excel-tab" if _suffixes(path)[0] == ".tsv" else "excel"
-                for row in csv.DictReader(file, dialect=dialect, strict=True):
+                for row in csv.DictReader(lines, dialect=dialect, strict=True):
                     number += 1
                     yield row
                 return
-            lines: Iterable[str] = file
             if _suffixes(path)[0] == ".json":
-                whole = file.read()
+                whole = opened.read()
                 if whole.lstrip().startswith("["):
                     yield from json.loads(whole)
                     return
@@ -230,9 +230,9 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
             for number, line in enumerate(lines, start=1):  # noqa: B007 - an error names it
                 if line.strip():
                     yield json.loads(line)
+        except UnicodeDecodeError:
+            raise
         except (ValueError, RecursionError, csv.Error) as error:
-            if isinstance(error, UnicodeDecodeError):
-                raise
             raise RopeExtendError(
                 f"{str(path)!r} does not hold the rows of a table: row {number}: {error}"
             ) from error
@@ -303,41 +303,28 @@ def _check_on_hub(source: str, dataset: str) -> None:
         ) from error
 
 
-def _load(source: object, *args: Any, **options: Any) -> Any:
+def _dataset_rows(
+    source: object, column: str, name: str, *config: str | None, **options: Any
+) -> Iterator[Mapping[str, Any]]:
+    """The rows that `datasets.load_dataset` reads; after the first ones, only a column of them is read.
+
+    Raises:
+        RopeExtendError: the library raised an error; in one line, and with what to do.
+    """
     import datasets  # loads pandas and pyarrow
 
-    with _explained(source, args[0]):
-        return datasets.load_dataset(*args, **options)
-
-
-@contextmanager
-def _explained(source: object, name: str) -> Iterator[None]:
-    """Raise an error of the `datasets` library again, in one line and with what to do."""
-    import datasets
-
     try:
-        yield
+        table = datasets.load_dataset(name, *config, **options)
+        head = list(table.take(_HEAD))
+        yield from head
+        if len(head) == _HEAD and any(column in row for row in head):
+            yield from table.skip(_HEAD).select_columns([column])
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise RopeExtendError(
             f"cannot read {str(source)!r}: the datasets library, asked for {name!r}, says: "
             f"{error.__cause__ or error}. Give a directory, a file, a glob, or a hub dataset as 'owner/name' "
             "or 'owner/name:config', and the name of one of its splits"
         ) from error
-
-
-def _rows(table: Any, column: str, source: object, kind: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of a dataset, streamed or not; after the first ones, only a column of them is read."""
-    with _explained(source, kind):
-        head = list(table.take(_HEAD))
-    yield from head
-    if len(head) == _HEAD and any(column in row for row in head):
-        rows = iter(table.skip(_HEAD).select_columns([column]))
-        while True:
-            with _explained(source, kind):
-                row = next(rows, None)
-            if row is None:
-                return
-            yield row
 
 
 def _column(rows: Iterator[Mapping[str, Any]], column: str, source: object) -> Iterator[str]:

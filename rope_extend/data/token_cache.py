@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +31,35 @@ _IRRELEVANT = ("chat_template", "is_local", "local_files_only", "model_max_lengt
 """Settings in `tokenizer_config.json` that do not change how text is split. Some tell how it was loaded."""
 
 
-class TokenCache:
-    """A directory of tokenised texts.
+def cached(key: str, encode: Callable[[], list[Ids]]) -> list[Ids]:
+    """The ids of each text of a key: those that are kept, or else those of `encode`, which are kept then.
 
-    Args:
-        directory: parent directory of the cache; the cache of `datasets` if not given. Nothing is kept if
-            caching is disabled in `datasets`.
+    They are kept in the cache of `datasets`, and not if caching is disabled there. A file that is damaged or
+    cannot be written is named in a warning.
     """
+    import datasets  # loads pandas and pyarrow
 
-    def __init__(self, directory: str | Path | None = None) -> None:
-        import datasets  # loads pandas and pyarrow
-
-        base = Path(datasets.config.HF_DATASETS_CACHE if directory is None else directory)
-        self.directory = base / "rope_extend" / "tokens" if datasets.is_caching_enabled() else None
-
-    def get(self, key: str) -> list[Ids] | None:
-        """The ids of each text; None if they are missing or damaged."""
-        if self.directory is None or not (path := self._path(key)).exists():
-            return None
-        try:
-            with np.load(path) as file:  # a zip file, which has a checksum of each array
-                lengths, ids = file["lengths"], file["ids"]
-        except Exception as error:  # whatever is wrong with the file, the texts are at hand
-            logger.warning("the token cache %s is damaged (%s); it is written again", path, error)
-            return None
-        return np.split(ids, np.cumsum(lengths)[:-1])
-
-    def put(self, key: str, texts: Sequence[Ids]) -> None:
-        """Keep the ids of each text; if they cannot be written, log a warning."""
-        if self.directory is None:
-            return
-        lengths = np.array([len(ids) for ids in texts], dtype=np.int64)
-        ids = np.concatenate([*texts, np.zeros(0, dtype=np.int32)]).astype(np.int32)
-        path = self._path(key)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as partial, partial.open("wb") as file:  # several runs may write the same file
-                np.savez(file, lengths=lengths, ids=ids)
-        except OSError as error:
-            how = "the texts will be tokenised again next time"
-            logger.warning("cannot write the token cache %s: %s; %s", path, error, how)
-
-    def _path(self, key: str) -> Path:
-        assert self.directory is not None
-        return self.directory / key[:2] / f"{key}.npz"
+    if not datasets.is_caching_enabled():
+        return encode()
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "rope_extend" / "tokens" / key[:2] / f"{key}.npz"
+    try:
+        with np.load(path) as file:  # a zip file, which has a checksum of each array
+            return np.split(file["ids"], np.cumsum(file["lengths"])[:-1])
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except Exception as error:  # whatever is wrong with the file, the texts are at hand
+        logger.warning("the token cache %s is damaged (%s); it is written again", path, error)
+    texts = encode()
+    lengths = np.array([len(ids) for ids in texts], dtype=np.int64)
+    ids = np.concatenate([*texts, np.zeros(0, dtype=np.int32)]).astype(np.int32)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial, partial.open("wb") as file:  # several runs may write the same file
+            np.savez(file, lengths=lengths, ids=ids)
+    except OSError as error:
+        how = "the texts will be tokenised again next time"
+        logger.warning("cannot write the token cache %s: %s; %s", path, error, how)
+    return texts
 
 
 def cache_key(texts: Sequence[str], tokenizer_content: str) -> str:
