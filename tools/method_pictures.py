@@ -90,7 +90,24 @@ def draw_method(name: str, path: Path) -> Path:
         RopeExtendError: an unknown name.
     """
     encoding = example(name)
-    return _drawing(encoding)(encoding, path)
+    draw = _drawing(encoding)
+    title = encoding.name if name in ("longrope", "learned") else str(encoding)  # not a list of divisors
+    title += {
+        _draw_bias: f": bias of {len(HEADS)} of {MODEL.heads} heads", _draw_features: ": the feature map",
+        _draw_ranges: ": the vector of each distance", _draw_rows: ": the row of each position",
+    }.get(draw, "")  # fmt: skip
+    height = {_draw_schedule: 3.4, _draw_vectors: 3.6}.get(draw, 3.2)
+    figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+    panels = list(figure.subplots(1, 2 if draw is _draw_schedule else 1, squeeze=False).flat)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(QUIET)
+        panel.tick_params(colors=INK, labelsize=9)
+    draw(encoding, *panels)
+    write_figure(figure, path, path.suffix[1:])
+    return path
 
 
 def caption(name: str) -> str:
@@ -98,9 +115,9 @@ def caption(name: str) -> str:
     return (_drawing(example(name)).__doc__ or "").strip()
 
 
-def _drawing(encoding: Encoding) -> Callable[[Encoding, Path], Path]:
+def _drawing(encoding: Encoding) -> Callable[..., None]:
     """What draws an encoding: the picture of its most telling effect."""
-    drawings: dict[type[Encoding], Callable[[Encoding, Path], Path]] = {
+    drawings: dict[type[Encoding], Callable[..., None]] = {
         RemapEncoding: _draw_remap, Shaw: _draw_ranges, BiasEncoding: _draw_bias,
         Learned: _draw_rows, AbsoluteEncoding: _draw_vectors, LinearAttention: _draw_features,
     }  # fmt: skip
@@ -111,27 +128,24 @@ def _drawing(encoding: Encoding) -> Callable[[Encoding, Path], Path]:
     return _draw_logits if encoding.scales_logits(ROTARY) else _draw_schedule
 
 
-def _draw_schedule(encoding: Encoding, path: Path) -> Path:
+def _line(axes: Axes, encoding: Encoding, x: Any, y: Any, **style: Any) -> None:
+    """Draw a line in the colour of a method."""
+    axes.plot(np.asarray(x), np.asarray(y), color=method_colour(encoding.name), **style)
+
+
+def _draw_schedule(encoding: RopeEncoding, left: Axes, right: Axes) -> None:
     """The tokens per turn of each channel pair, and its frequency divided by plain RoPE's."""
-    assert isinstance(encoding, RopeEncoding)
-    title = encoding.name if encoding.name == "longrope" else str(encoding)  # not its list of divisors
-    figure, (left, right) = new_panels(title, columns=2, height=3.4)
     plain, pairs = ROTARY.inv_freq().numpy(), np.arange(ROTARY.dim // 2)
     left.plot(pairs, 2 * np.pi / plain, color=PLAIN, linewidth=1, linestyle=(0, (4, 2)), label="plain RoPE")
     lengths, dashes = [TARGET], ["-"]
     if encoding.depends_on_length:
         lengths, dashes = [ROTARY.trained_length << step for step in range(4)], [*_DASHES[::-1]]
-    for rank, length in enumerate(lengths):
+    for length, dash in zip(lengths, dashes, strict=True):
         table = encoding.inv_freq(ROTARY, length).numpy()
         label = f"{format_length(length)} tokens" if len(lengths) > 1 else encoding.name
-        style: dict[str, Any] = {
-            "color": method_colour(encoding.name),
-            "linewidth": 1.8,
-            "linestyle": dashes[rank],
-        }
         waves = 2 * np.pi / np.where(table > 0, table, np.nan)
-        left.plot(pairs, waves, label=label, **style)
-        right.plot(pairs, table / plain, label=label, **style)
+        for axes, values in ((left, waves), (right, table / plain)):
+            _line(axes, encoding, pairs, values, label=label, linewidth=1.8, linestyle=dash)
     _wavelength_axis(left)
     right.set_ylim(-0.03, 1.1)
     right.set_ylabel("frequency ÷ plain RoPE's", color=INK)
@@ -139,7 +153,6 @@ def _draw_schedule(encoding: Encoding, path: Path) -> Path:
         axes.set_xlabel("channel pair", color=INK)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     left.legend(frameon=False, fontsize=8.5, loc="upper left")
-    return save(figure, path)
 
 
 def _wavelength_axis(axes: Axes) -> None:
@@ -154,122 +167,88 @@ def _wavelength_axis(axes: Axes) -> None:
         )  # fmt: skip
 
 
-def _draw_logits(encoding: Encoding, path: Path) -> Path:
+def _draw_logits(encoding: RopeEncoding, axes: Axes) -> None:
     """The factor on the logits of each query, by its position."""
-    assert isinstance(encoding, RopeEncoding)
-    figure, (axes,) = new_panels(str(encoding), height=3.2)
     positions = torch.arange(0, TARGET, 16)
-    scale = encoding.logit_scale(ROTARY, positions)
-    assert scale is not None
-    axes.plot(positions.numpy(), scale.numpy(), color=method_colour(encoding.name), linewidth=2)
+    _line(axes, encoding, positions, encoding.logit_scale(ROTARY, positions), linewidth=2)
     _distance_axis(axes, "position of the query, tokens", "factor on its logits")
-    return save(figure, path)
 
 
-def _draw_decay(encoding: Encoding, path: Path) -> Path:
+def _draw_decay(encoding: RopeEncoding, axes: Axes) -> None:
     """The factor on the product of a query and a key in some pairs, by distance."""
-    assert isinstance(encoding, RopeEncoding)
-    figure, (axes,) = new_panels(str(encoding), height=3.2)
-    decay = encoding.decay(ROTARY)
+    decay, distances = encoding.decay(ROTARY), torch.arange(0, TARGET, 16)
     assert decay is not None
-    distances = torch.arange(0, TARGET, 16)
-    for rank, pair in enumerate((0, 16, 31)):
-        axes.plot(
-            distances.numpy(), torch.exp(distances * decay[pair]).numpy(), label=f"pair {pair}",
-            color=method_colour(encoding.name), linewidth=1.8, linestyle=_DASHES[rank],
-        )  # fmt: skip
+    for pair, dash in zip((0, 16, 31), _DASHES, strict=False):
+        values = torch.exp(distances * decay[pair])
+        _line(axes, encoding, distances, values, label=f"pair {pair}", linewidth=1.8, linestyle=dash)
     _distance_axis(axes, "distance from query to key, tokens", "factor on their product")
     axes.legend(frameon=False, fontsize=9)
-    return save(figure, path)
 
 
-def _draw_remap(encoding: Encoding, path: Path) -> Path:
+def _draw_remap(encoding: RemapEncoding, axes: Axes) -> None:
     """The distance that the last token of a text is given to each earlier one."""
-    assert isinstance(encoding, RemapEncoding)
     length = target_of(encoding.name)
-    figure, (axes,) = new_panels(str(encoding), height=3.2)
     for pair, dash, label in ((0, "-", "fastest pair"), (-1, (0, (3, 1.5)), "slowest pair")):
-        axes.plot(
-            np.arange(0, length, 4), given_distances(encoding, length, pair)[::4], linewidth=1.8,
-            color=method_colour(encoding.name), linestyle=dash, label=label,
-        )  # fmt: skip
+        given = given_distances(encoding, length, pair)[::4]
+        _line(axes, encoding, np.arange(0, length, 4), given, linewidth=1.8, linestyle=dash, label=label)
     axes.axhline(ROTARY.trained_length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
     _distance_axis(axes, "true distance, tokens", "distance given, tokens")
     if encoding.name == "near_far":  # in all others, both are equal
         axes.legend(frameon=False, fontsize=9)
-    return save(figure, path)
 
 
-def _draw_bias(encoding: Encoding, path: Path) -> Path:
+def _draw_bias(encoding: BiasEncoding, axes: Axes) -> None:
     """The bias of some heads by distance, with its initial parameters."""
-    assert isinstance(encoding, BiasEncoding)
-    figure, (axes,) = new_panels(f"{encoding}: bias of {len(HEADS)} of {MODEL.heads} heads", height=3.2)
     distance = torch.unique(torch.logspace(0, np.log10(TARGET - 1), 200).long())
     bias = encoding.bias(MODEL, distance, torch.full_like(distance, TARGET), encoding.initial(MODEL))
-    for rank, head in enumerate(HEADS):
-        axes.plot(
-            distance.numpy(), bias[head - 1].numpy(), label=f"head {head}", linewidth=1.6,
-            color=method_colour(encoding.name), linestyle=_DASHES[rank],
-        )  # fmt: skip
+    for head, dash in zip(HEADS, _DASHES, strict=True):
+        _line(axes, encoding, distance, bias[head - 1], label=f"head {head}", linewidth=1.6, linestyle=dash)
     drawn = bias[[head - 1 for head in HEADS]]
     axes.set_ylim(max(float(drawn.min()), -24) - 0.5, float(drawn.max()) + 0.5)
     axes.set_xscale("log", base=2)
     _distance_axis(axes, "distance from query to key, tokens", "added to the logit")
     axes.legend(frameon=False, fontsize=9, loc="lower left")
-    return save(figure, path)
 
 
-def _draw_ranges(encoding: Encoding, path: Path) -> Path:
+def _draw_ranges(encoding: Shaw, axes: Axes) -> None:
     """Which vector each distance has."""
-    assert isinstance(encoding, Shaw)
-    figure, (axes,) = new_panels(f"{encoding}: the vector of each distance", height=3.2)
     distance = torch.arange(33)
-    row = distance.clamp(max=encoding.reach)
-    axes.step(distance.numpy(), row.numpy(), color=method_colour(encoding.name), linewidth=2, where="mid")
-    axes.set_xlabel("distance from query to key, tokens", color=INK)
-    axes.set_ylabel("row of the learned table", color=INK)
-    return save(figure, path)
+    _line(axes, encoding, distance, distance.clamp(max=encoding.reach), linewidth=2, drawstyle="steps-mid")
+    _name_axes(axes, "distance from query to key, tokens", "row of the learned table")
 
 
-def _draw_vectors(encoding: Encoding, path: Path) -> Path:
+def _draw_vectors(encoding: AbsoluteEncoding, axes: Axes) -> None:
     """The vectors of the first positions as a heat map."""
-    assert isinstance(encoding, AbsoluteEncoding)
-    figure, (axes,) = new_panels(str(encoding), height=3.6)
     values = encoding.vectors(MODEL, torch.arange(128), encoding.initial(MODEL)).numpy()
     image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_xlabel("channel", color=INK)
-    axes.set_ylabel("position", color=INK)
-    figure.colorbar(image, ax=axes, label="added to the embedding")
-    return save(figure, path)
+    _name_axes(axes, "channel", "position")
+    axes.figure.colorbar(image, ax=axes, label="added to the embedding")
 
 
-def _draw_rows(encoding: Encoding, path: Path) -> Path:
+def _draw_rows(encoding: Learned, axes: Axes) -> None:
     """The row of the learned table that each position gets, under two rules."""
-    figure, (axes,) = new_panels("learned: the row of each position", height=3.2)
     positions = torch.arange(0, TARGET, 32)
     for (beyond, rows), dash in zip(learned_rows(positions).items(), ("-", "--"), strict=True):
-        colour = method_colour("learned")
-        axes.plot(positions.numpy(), rows.numpy(), dash, color=colour, linewidth=1.6, label=beyond)
+        _line(axes, encoding, positions, rows, linestyle=dash, linewidth=1.6, label=beyond)
     _distance_axis(axes, "position, tokens", "row of the learned table")
     axes.legend(framealpha=1, edgecolor="white", fontsize=9, loc="upper center")
-    return save(figure, path)
 
 
-def _draw_features(encoding: Encoding, path: Path) -> Path:
+def _draw_features(encoding: LinearAttention, axes: Axes) -> None:
     """The feature of a channel of a query or key, by its value."""
-    assert isinstance(encoding, LinearAttention)
-    figure, (axes,) = new_panels(f"{encoding}: the feature map", height=3.2)
     x = torch.linspace(-4, 4, 161)
-    axes.plot(x.numpy(), encoding.features(x).numpy(), color=method_colour(encoding.name), linewidth=2)
-    axes.set_xlabel("channel of a query or key", color=INK)
-    axes.set_ylabel("feature", color=INK)
-    return save(figure, path)
+    _line(axes, encoding, x, encoding.features(x), linewidth=2)
+    _name_axes(axes, "channel of a query or key", "feature")
+
+
+def _name_axes(axes: Axes, across: str, up: str) -> None:
+    axes.set_xlabel(across, color=INK)
+    axes.set_ylabel(up, color=INK)
 
 
 def _distance_axis(axes: Axes, across: str, up: str) -> None:
     """Name both axes, print tokens as `2k`, and mark the trained window."""
-    axes.set_xlabel(across, color=INK)
-    axes.set_ylabel(up, color=INK)
+    _name_axes(axes, across, up)
     if axes.get_xscale() == "linear":
         axes.set_xticks([step * TARGET // 8 for step in range(9)])
         axes.set_xlim(left=0)
@@ -286,25 +265,6 @@ def linked(paper: str) -> str:
     """A source as a link in Markdown, if it is an arXiv id."""
     number = paper.replace(".", "")
     return f"[arXiv {paper}](https://arxiv.org/abs/{paper})" if number.isdigit() else paper
-
-
-def new_panels(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """A figure with a heading, 8 by `height` inches, and its axes row by row."""
-    figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(QUIET)
-        panel.tick_params(colors=INK, labelsize=9)
-    return figure, axes
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure in the format of its suffix; returns the path."""
-    write_figure(figure, path, path.suffix[1:])
-    return path
 
 
 def given_distances(method: RemapEncoding, length: int, pair: int) -> np.ndarray[Any, Any]:

@@ -67,17 +67,12 @@ class Mixture:
 
     def locate(self, position: int) -> tuple[int, int]:
         """The source of the block at a position, and the number of earlier blocks from that source."""
-        if len(self.sources) == 1:
-            return 0, position
         chunk, offset = divmod(position, _CHUNK)
-        drawn = self._drawn(chunk)
-        source = int(drawn[offset])
-        return source, int(self._before(chunk)[source] + (drawn[:offset] == source).sum())
+        source = int(self._drawn(chunk)[offset])
+        return source, int(self.counts(position)[source])
 
     def counts(self, position: int) -> Ints:
         """Number of blocks of each source before a position."""
-        if len(self.sources) == 1:
-            return np.array([position])
         chunk, offset = divmod(position, _CHUNK)
         return self._before(chunk) + self._tally(self._drawn(chunk)[:offset])
 
