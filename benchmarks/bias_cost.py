@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measuring import Row, model, row, timed
+from measuring import Row, model, peak_bytes, row, timed
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend.encodings import ModelShape
-from rope_extend.memory.live_bytes import LiveBytes
 
 
 class Biased:
@@ -96,8 +96,6 @@ def attention_biases(repetitions: int) -> Iterator[Row]:
             peaks = []
             for length in lengths:
                 case = Biased(method, length, window=512)
-                with LiveBytes() as counter:
-                    case.backward(getattr(case, name))
-                peaks.append(counter.peak)
+                peaks.append(peak_bytes(partial(case.backward, getattr(case, name))))
             exponents.append(math.log(peaks[1] / peaks[0], 4))
         yield row(f"{method}: exponent of peak bytes in the length, both ways", "dense bias", "", *exponents)

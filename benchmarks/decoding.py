@@ -7,12 +7,11 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from measuring import Row, clock_of_steps, document, model, row, timed
+from measuring import Memory, Row, clock_of_steps, document, model, row, timed
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache, LlamaForCausalLM
 
 import rope_extend as rx
-from rope_extend.memory.live_bytes import LiveBytes
 
 
 def tensors_of(cache: Cache) -> float:
@@ -103,13 +102,9 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
 
     def peak(lm: LlamaForCausalLM, cache: Cache, context: int) -> float:
         """The most bytes during the steps, of the cache and of all that they compute."""
-        counter = LiveBytes()
-        for layer in cache.layers:
-            counter.add(layer.keys)
-            counter.add(layer.values)
-        with counter:
+        with Memory(states for layer in cache.layers for states in (layer.keys, layer.values)) as memory:
             decode(lm, cache, context)
-        return float(counter.peak)
+        return float(memory.peak)
 
     for method in ("dynamic_ntk", "dynamic_yarn", "short_original(yarn)"):
         lm = patched(stock, target, method)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import measuring
 import torch
 import torch.nn.functional as F
-from measuring import EIGHT_BILLION, Row, device_name, document, in_bfloat16, model, row, timed
+from measuring import (
+    EIGHT_BILLION,
+    Memory,
+    Row,
+    device_name,
+    document,
+    in_bfloat16,
+    model,
+    peak_bytes,
+    row,
+    timed,
+)
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +28,6 @@ from rope_extend.evaluation.flops import operations_of
 from rope_extend.evaluation.forward_plan import plan_forward
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 
 
@@ -41,12 +52,8 @@ def evaluator_memory(
             lm(ids, labels=ids, use_cache=False)
 
         def growth(run: Callable[[int], None], short: int = short, long: int = long) -> float:
-            peaks = []
-            for length in (short, long):
-                with LiveBytes() as counter:
-                    run(length)
-                peaks.append(counter.peak)
-            return (peaks[1] - peaks[0]) / (long - short)
+            fewer, more = (peak_bytes(partial(run, length)) for length in (short, long))
+            return (more - fewer) / (long - short)
 
         peer, size = "model(input_ids, labels=...)", f"{vocabulary // 1024}k vocabulary"
         grown = growth(ours), growth(naive)
@@ -141,12 +148,9 @@ def evaluator_8b(
         if device == "cuda":
             result = perplexity(lm, [text], lengths, progress=False)
             return result.seconds, result.peak_memory_bytes - weights
-        memory = LiveBytes()
-        for parameter in lm.parameters():
-            memory.add(parameter)
-        with memory:
+        with Memory(lm.parameters()) as memory:
             result = perplexity(lm, [text], lengths, progress=False)
-        return result.seconds, memory.peak - weights
+        return result.seconds, memory.grown
 
     runs = [run(curve) for _ in range(max(2, min(repetitions, 3)))]  # the first one is a warm-up
     seconds, memory = min(taken for taken, _ in runs[1:]), max(peak for _, peak in runs)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_extend.data.documents import Document
+from rope_extend.memory.live_bytes import LiveBytes
 
 Row = dict[str, Any]
 
@@ -54,6 +56,28 @@ def timed(
             if turn:
                 times[index].append(clock() - started)
     return [summary(taken) for taken in times]
+
+
+class Memory(LiveBytes):
+    """Bytes of tensors while a block runs: of those that it makes, and of those that are `held` before."""
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        for tensor in held:
+            self.add(tensor)
+        self.before = self.live
+
+    @property
+    def grown(self) -> float:
+        """The most bytes besides those that were held before."""
+        return float(self.peak - self.before)
+
+
+def peak_bytes(run: Callable[[], object], held: Iterable[Tensor] = ()) -> float:
+    """The most bytes of tensors during a run, besides those that are held before."""
+    with Memory(held) as memory:
+        run()
+    return memory.grown
 
 
 def clock_of_steps() -> Callable[[], float]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from measuring import Row, clock_of_steps, document, model, row, timed
+from decoding import patched
+from measuring import Row, clock_of_steps, document, model, peak_bytes, row, timed
 from torch import Tensor
 
 import rope_extend as rx
-from rope_extend.memory.live_bytes import LiveBytes
 
 WINDOW = 2048
 METHODS = ("self_extend", "rerope", "string", "jet_long", "near_far", "sinks", "dual_chunk")
@@ -31,20 +32,19 @@ def changed_positions_prefill(
     stock = one_layer()
     text = document(max(*lengths, longest or 0), 4096).input_ids[None].to(stock.device)
     for method in METHODS:
-        lm = patched(method)
+        lm = patched(stock, 32 * WINDOW, method)
         cases = [(length, repetitions) for length in lengths]
         if longest and method in LONGEST:
             cases.append((longest, 1))
         for length, turns in cases:
-            times = timed(
-                lambda lm=lm, length=length: prefill(lm, text[:, :length]),
-                lambda length=length: prefill(stock, text[:, :length]),
-                repetitions=turns,
-                clock=clock_of_steps(),
-            )
+            both = (partial(prefill, each, text[:, :length]) for each in (lm, stock))
+            times = timed(*both, repetitions=turns, clock=clock_of_steps())
             target = TARGET if length == lengths[-1] and method != "dual_chunk" else None
             yield row(f"{method}: time to prefill {length} tokens", "unpatched", "s", *times, target=target)
-        peaks = [[peak(each, text[:, :length]) for length in lengths] for each in (lm, stock)]
+        peaks = [
+            [peak_bytes(partial(prefill, each, text[:, :length])) for length in lengths]
+            for each in (lm, stock)
+        ]
         grown = math.log(lengths[-1] / lengths[0])
         exponents = [math.log(each[-1] / each[0]) / grown for each in peaks]
         yield row(f"{method}: exponent of peak bytes in the length", "unpatched", "", *exponents)
@@ -58,27 +58,10 @@ def one_layer() -> Any:
     return model(window=WINDOW, layers=1, width=384)
 
 
-def patched(method: str) -> Any:
-    """The same under a method, for 32 times its window."""
-    lm = one_layer()
-    if method == "string":  # the arithmetic is that of any length, but its reach is below two windows
-        rx.patch_model(lm, rx.encoding(method, shift=WINDOW // 3, local=128), target_length=32 * WINDOW)
-    else:
-        rx.extend(lm, 32 * WINDOW, method)
-    return lm
-
-
 @torch.no_grad()
 def prefill(lm: Any, input_ids: Tensor) -> None:
     """One forward, with the logits of the last token only."""
     lm(input_ids, use_cache=False, logits_to_keep=1)
-
-
-def peak(lm: Any, input_ids: Tensor) -> int:
-    """Peak bytes of all tensors of a prefill, counted exactly."""
-    with LiveBytes() as counter:
-        prefill(lm, input_ids)
-    return counter.peak
 
 
 @torch.no_grad()

@@ -9,17 +9,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import measuring
 import torch
-from measuring import EIGHT_BILLION, Row, document, in_bfloat16, model, row, timed
+from measuring import EIGHT_BILLION, Memory, Row, document, in_bfloat16, model, peak_bytes, row, timed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from rope_extend.attention.packed import document_inputs, packed_attention
 from rope_extend.data.blocks import pack
 from rope_extend.loss import NextTokenLoss, next_token_loss
 from rope_extend.memory.budget import available_memory, is_out_of_memory
-from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
 from rope_extend.training.memory_options import GPU_TILE, MemoryOptions, apply_memory_options
@@ -55,9 +56,7 @@ def training_loss(repetitions: int) -> Iterator[Row]:
             if has_trl:
                 from trl.trainer.utils import add_fused_lm_head
 
-                tiled = model(
-                    vocabulary, layers=0, width=192
-                )  # a separate model, because TRL replaces its forward
+                tiled = model(vocabulary, layers=0, width=192)  # of its own: TRL replaces its forward
                 tiled.model.embed_tokens, tiled.model.norm = lm.model.embed_tokens, lm.model.norm
                 tiled.lm_head = lm.lm_head
                 add_fused_lm_head(tiled)
@@ -70,24 +69,14 @@ def training_loss(repetitions: int) -> Iterator[Row]:
                 lm.zero_grad()
                 return {"loss": value.detach(), **gradients}
 
-            def peak(loss: Callable[[], torch.Tensor], lm: LlamaForCausalLM = lm) -> float:
-                with LiveBytes() as counter:
-                    for parameter in lm.parameters():
-                        counter.add(parameter)
-                    before = counter.live
-                    step(loss)
-                return float(counter.peak - before)
-
             expected = step(losses["model(input_ids, labels=...)"])
             for name in ("ours", *(["TRL"] if has_trl else [])):
                 for key, value in step(losses[name]).items():
                     torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
             head = "trained" if "lm_head" in trained else "frozen"
             where = f"loss and gradient, {head} head, {tokens} tokens, {vocabulary // 1024}k vocabulary"
-            peaks = {name: peak(loss) for name, loss in losses.items()}
-            times = timed(
-                *(lambda loss=loss: step(loss) for loss in losses.values()), repetitions=repetitions
-            )
+            peaks = {name: peak_bytes(partial(step, loss), lm.parameters()) for name, loss in losses.items()}
+            times = timed(*(partial(step, loss) for loss in losses.values()), repetitions=repetitions)
             for (name, bytes_held), seconds in list(zip(peaks.items(), times, strict=True))[1:]:
                 most, longest = (0.7, 1.0) if name == "TRL" else (0.2, None)
                 yield row(f"{where}: peak", name, "B", peaks["ours"], bytes_held, most)
@@ -123,6 +112,9 @@ class Trained:
                 self.trainer = Trainer(self.model, arguments)
         return self.trainer.compute_loss(self.model, {"input_ids": ids, "labels": ids})
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return chain(self.model.parameters(), self.model.buffers())
+
     def loss(self, how: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return how(ids)
@@ -141,12 +133,9 @@ class Trained:
         self, how: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, memory_options: MemoryOptions
     ) -> float:
         """Bytes per token at the end of the forward pass, besides the weights."""
-        with apply_memory_options(self.lm, memory_options), LiveBytes() as memory:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                memory.add(tensor)
-            before = memory.live
+        with apply_memory_options(self.lm, memory_options), Memory(self.tensors()) as memory:
             loss = self.loss(how, ids)
-            kept = memory.live - before
+            kept = memory.live - memory.before
         del loss
         return kept / ids.numel()
 
@@ -165,9 +154,7 @@ class Trained:
                 self.optimizer.zero_grad()
                 return math.inf
             return float(torch.cuda.max_memory_allocated())
-        with LiveBytes() as memory:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                memory.add(tensor)
+        with Memory(self.tensors()) as memory:
             self.step(ids, memory_options, how)
         return float(memory.peak)
 
@@ -238,12 +225,7 @@ def packed_documents(repetitions: int, tokens: int = 4096, count: int = 8) -> It
     assert math.isclose(ours, theirs, rel_tol=1e-5)
     peaks = []
     for way in ways:
-        with LiveBytes() as memory:
-            for parameter in lm.parameters():
-                memory.add(parameter)
-            before = memory.live
-            step(way())
-        peaks.append(memory.peak - before)
+        peaks.append(peak_bytes(lambda way=way: step(way()), lm.parameters()))
     name, peer = f"{count} documents in a block of {tokens} tokens: %s", "transformers' mask"
     times = timed(*(lambda way=way: step(way()) for way in ways), repetitions=repetitions)
     yield row(name % "time of loss and gradient", peer, "s", *times)
