@@ -123,9 +123,9 @@ def search(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
     check_checkpoint(config.model)  # before torch is imported
 
+    from rope_extend.searching.evaluations import LOG
     from rope_extend.searching.run_search import plan_search
     from rope_extend.searching.run_search import search as run
-    from rope_extend.searching.search_log import LOG
 
     if arguments.plan:
         plan = plan_search(config)

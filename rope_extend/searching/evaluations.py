@@ -1,30 +1,67 @@
-"""Measures candidates: each one once on each document, with a log, a progress bar and the cost."""
+"""Measures candidates, each one once on each document. A journal keeps what is measured, for resuming.
+
+A line of the journal has a candidate, the losses of the documents that were measured, and what that cost.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 import random
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
+from rope_extend.checks import number, require, whole
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.statistics import plain
+from rope_extend.journal import Identity, Journal
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.patching import patch_model
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.search_log import Cost, Loss, Losses, SearchLog
 from rope_extend.searching.space import Space, Table
 
+LOG = "evaluations.jsonl"
+"""Name of the journal."""
+_ADVICE = "give the settings of that search, use another directory, or overwrite=True"
 SEARCH, HOLDOUT, AS_WRITTEN = "search", "held out", "held out, as written"
 """The two groups of documents.
 
 The last name is that of held-out documents under an encoding with two lists, so that their losses are never
 those of one table.
 """
+
+
+class Loss(NamedTuple):
+    """A sum of losses in nats, and their number."""
+
+    total: float
+    terms: int
+
+
+Losses = Mapping[int, Loss]
+"""The losses of a document, by length in tokens."""
+
+
+class Cost(NamedTuple):
+    """What evaluations cost.
+
+    Attributes:
+        evaluations: the number of candidates that were measured, each counted once for each set of documents.
+        passes: forward passes.
+        forward_tokens: tokens of these passes.
+        seconds: wall time.
+    """
+
+    evaluations: int = 0
+    passes: int = 0
+    forward_tokens: int = 0
+    seconds: float = 0.0
 
 
 def score(losses: Iterable[Losses], lengths: Sequence[int]) -> float:
@@ -50,10 +87,16 @@ class Evaluator:
         documents: the first ones are searched on, the others are held out.
         config: the settings.
         space: where the search looks.
-        log: what is measured already, and where the rest is written.
+        file: the journal; None keeps the evaluations in memory only.
+        identity: everything that the evaluations depend on.
         chunk: tokens of a document that are processed at a time, if whole documents do not fit into memory.
-        bar: progress bar that counts documents; None for none.
+
+    Raises:
+        RopeExtendError: as `Journal`.
     """
+
+    bar: Any = None
+    """Progress bar that counts documents; None for none."""
 
     def __init__(
         self,
@@ -62,19 +105,30 @@ class Evaluator:
         config: SearchConfig,
         space: Space,
         *,
-        log: SearchLog,
+        file: Path | None = None,
+        identity: Identity | None = None,
         chunk: int | None = None,
-        bar: Any = None,
     ) -> None:
-        self.model, self.config, self.space = model, config, space
+        self.model, self.config, self.space, self.chunk = model, config, space, chunk
         self.all_documents, self.documents, self.lengths = documents, config.documents, config.lengths
-        self.log, self.chunk, self.bar = log, chunk, bar
         self.random = random.Random(config.seed)
         """Source of all random choices of the search."""
         self.requested: set[tuple[Table, str]] = set()
-        """What this search has asked for. Unlike the log, it is the same in a resumed search."""
+        """What this search has asked for. Unlike `losses`, it is the same in a resumed search."""
         self.curve: list[tuple[int, float]] = []
         """Passes over documents, and the best score on all documents so far, each time that it improves."""
+        self.losses: dict[tuple[Table, str], Losses] = {}
+        """Those of each candidate on each document that was measured, such as `search 3`, now or earlier."""
+        self.cost = Cost()
+        self._journal = Journal(
+            file, identity or {}, holds="evaluations", advice=_ADVICE, check=self._keep
+        )  # what is measured already
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
 
     @property
     def passes(self) -> int:
@@ -82,13 +136,7 @@ class Evaluator:
         return len(self.requested)
 
     def scores(self, tables: Sequence[Table], documents: int | None = None) -> list[float]:
-        """The fitness of candidates, lower is better: on the first documents to search on, or on all.
-
-        Raises:
-            RopeExtendError: a candidate is outside the space.
-        """
-        for table in tables:
-            self.space.check(table)
+        """The fitness of candidates, lower is better: on the first documents to search on, or on all."""
         numbers = range(min(documents or self.documents, self.documents))
         return [score(self._losses(table, SEARCH, numbers), self.lengths) for table in tables]
 
@@ -111,10 +159,10 @@ class Evaluator:
         names = [f"{group} {number}" for number in numbers]
         new = len({(table, name) for name in names} - self.requested)
         self.requested |= {(table, name) for name in names}
-        missing = [number for number in numbers if (table, f"{group} {number}") not in self.log.losses]
+        missing = [number for number in numbers if (table, f"{group} {number}") not in self.losses]
         if missing:
             self._measure(table, group, missing)
-        losses = [self.log.losses[table, name] for name in names]
+        losses = [self.losses[table, name] for name in names]
         if group == SEARCH and len(names) == self.documents:
             self._note(score(losses, self.lengths))
         if self.bar is not None:
@@ -144,12 +192,34 @@ class Evaluator:
         sums, terms = result.document_nll, result.document_terms
         assert sums is not None
         assert terms is not None
-        losses = [
-            {length: Loss(sums[length][row], terms[length][row]) for length in self.lengths}
-            for row in range(len(numbers))
-        ]
+        losses = {
+            f"{group} {number}": {
+                length: Loss(sums[length][row], terms[length][row]) for length in self.lengths
+            }
+            for row, number in enumerate(numbers)
+        }
         cost = Cost(1, len(numbers), len(numbers) * self.lengths[-1], time.perf_counter() - started)
-        self.log.add(table, [f"{group} {number}" for number in numbers], losses, cost)
+        self.add(table, losses, cost)
+
+    def add(self, table: Table, losses: Mapping[str, Losses], cost: Cost) -> None:
+        """Add an evaluation, and write its line; a loss that is not finite becomes infinity."""
+        self._journal.append({**vars(table), "losses": plain(losses), **cost._asdict()})
+        self._keep(self._journal.records[-1])  # as it will be read again
+
+    def _keep(self, record: Mapping[str, Any]) -> None:
+        divisors = tuple(map(_number, record["divisors"]))
+        table = Table(divisors, int(_number(record["start_tokens"])), _number(record["attention_factor"]))
+        for name, losses in record["losses"].items():
+            require(losses.keys() >= set(map(str, self.lengths)))
+            self.losses[table, name] = {
+                int(length): Loss(
+                    math.inf if total is None else _number(total, -math.inf), int(whole(1).parse(terms))
+                )
+                for length, (total, terms) in losses.items()
+            }
+        evaluations, passes, tokens, seconds = (_number(record[name]) for name in Cost._fields)
+        cost = Cost(int(evaluations), int(passes), int(tokens), seconds)
+        self.cost = Cost(*map(operator.add, self.cost, cost))
 
     def _note(self, value: float) -> None:
         if self.curve and not value < self.curve[-1][1]:
@@ -157,3 +227,10 @@ class Evaluator:
         self.curve.append((self.passes, value))
         if self.bar is not None:
             self.bar.set_postfix_str(f"best {value:.4f} nats", refresh=False)  # the next update shows it
+
+
+def _number(value: Any, minimum: float = 0) -> float:
+    """A finite number; settings also take text such as 2e-4, which a journal never has."""
+    require(not isinstance(value, str))
+    found: float = number(minimum).parse(value)
+    return found

@@ -30,9 +30,8 @@ from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.progress import progress_bar
-from rope_extend.searching.evaluations import Evaluator, score
+from rope_extend.searching.evaluations import LOG, Evaluator, score
 from rope_extend.searching.search_config import HELD_OUT_TABLES, ORIGINAL, SearchConfig
-from rope_extend.searching.search_log import LOG, SearchLog
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import Space
 from rope_extend.searching.strategies import STRATEGIES, published
@@ -98,11 +97,12 @@ def _search(
     settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
     content = {"documents": fingerprint(documents), "trained": asdict(space.shape)}
     identity = {**settings, **model_identity(model), **content}
-    log = SearchLog(None if output is None else output / LOG, identity)
+    file, name = None if output is None else output / LOG, f"search, {config.strategy}"
     chunk = plan.forward.longest.chunk_size if plan.forward else None
-    name = f"search, {config.strategy}"
-    with log, progress_bar(logger, shown=progress, total=plan.passes, unit="doc", desc=name) as bar:
-        result = _searched(Evaluator(model, documents, config, space, log=log, chunk=chunk, bar=bar))
+    evaluator = Evaluator(model, documents, config, space, file=file, identity=identity, chunk=chunk)
+    bar = progress_bar(logger, shown=progress, total=plan.passes, unit="doc", desc=name)
+    with evaluator, bar as evaluator.bar:
+        result = _searched(evaluator)
         if output is not None:
             result.write(output)
     return result
@@ -278,7 +278,7 @@ def _searched(evaluator: Evaluator) -> SearchResult:
         shape=space.pretrained,
         encoding=space.result(winner),
         rows=found,
-        cost=evaluator.log.cost,
+        cost=evaluator.cost,
         curve=evaluator.curve,
         documents=names[: config.documents],
         holdout=names[config.documents :],

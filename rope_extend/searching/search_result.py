@@ -9,12 +9,12 @@ from shlex import quote
 from typing import Any
 
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
-from rope_extend.evaluation.statistics import Difference, or_none
+from rope_extend.evaluation.statistics import Difference, plain
 from rope_extend.files import replacing_files, write_json, write_text
 from rope_extend.method_names import ENCODING_FILE
 from rope_extend.report.tables import interval, markdown_table
+from rope_extend.searching.evaluations import Cost
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.search_log import Cost
 from rope_extend.searching.space import Table
 from rope_extend.units import format_duration, format_length
 
@@ -45,14 +45,8 @@ class HeldOutRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of JSON; what is not finite becomes None."""
-        return {
-            "label": self.label,
-            **asdict(self.table),
-            "score": or_none(self.score),
-            "parts": {part: or_none(value) for part, value in self.parts.items()},
-            "by_document": [or_none(value) for value in self.by_document],
-            "minus_winner": self.difference.to_dict(),
-        }
+        values = {**vars(self), **asdict(self.table), "minus_winner": self.difference.to_dict()}
+        return {name: plain(value) for name, value in values.items() if name not in ("table", "difference")}
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class SearchResult:
             "shape": asdict(self.shape),
             "rows": [row.to_dict() for row in self.rows],
             "cost": self.cost._asdict(),
-            "curve": [[passes, or_none(value)] for passes, value in self.curve],
+            "curve": plain(self.curve),
             "documents": list(self.documents),
             "holdout": list(self.holdout),
             "data": self.data,

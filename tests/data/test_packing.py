@@ -29,9 +29,9 @@ from rope_extend.attention.packed import (
     packed_attention,
     takes_no_mask,
 )
+from rope_extend.data.blocks import pack
 from rope_extend.data.choices import RESTART
 from rope_extend.data.documents import Document
-from rope_extend.data.blocks import pack
 from rope_extend.data.packing import check_packing, packed_blocks, packing_reason
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes

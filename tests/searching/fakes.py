@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import rope_extend as rx
-from rope_extend.searching.evaluations import Evaluator
+from rope_extend.searching.evaluations import Cost, Evaluator, Loss
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.search_log import Cost, Loss, SearchLog
 from rope_extend.searching.space import Space, Table
 
 SHAPE = rx.RopeShape(32, 1e4, 256)
@@ -34,21 +34,15 @@ class FakeEvaluator(Evaluator):
         self,
         settings: SearchConfig,
         head_room: float = 1.25,
-        log: SearchLog | None = None,
         shape: rx.RopeShape = SHAPE,
+        file: Path | None = None,
     ) -> None:
-        super().__init__(
-            None,  # type: ignore[arg-type]
-            [],
-            settings,
-            Space(shape, settings.target_length, head_room),
-            log=log or SearchLog(None, {}),
-        )
+        space = Space(shape, settings.target_length, head_room)
+        super().__init__(None, [], settings, space, file=file)  # type: ignore[arg-type]
         self.asked: list[Table] = []
 
     def _measure(self, table: Table, group: str, numbers: Sequence[int]) -> None:
-        names = [f"{group} {number}" for number in numbers]
-        losses = []
+        losses = {}
         for number in numbers:
             distance = 0.0
             for pair, divisor in enumerate(table.divisors):
@@ -56,8 +50,7 @@ class FakeEvaluator(Evaluator):
                 distance += math.log(divisor / goal) ** 2
             distance += 10 * (table.attention_factor - self.attention) ** 2 + table.start_tokens / 1000
             wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
-            losses.append(
-                {length: Loss(64 * (3 + distance + number / 10 + wave), 64) for length in self.lengths}
-            )
+            loss = Loss(64 * (3 + distance + number / 10 + wave), 64)
+            losses[f"{group} {number}"] = dict.fromkeys(self.lengths, loss)
         self.asked.append(table)
-        self.log.add(table, names, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))
+        self.add(table, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import TRAINED, llama, tiny_llama
+from fakes import FakeEvaluator, config
 from tolerances import logit_tolerance
 
 import rope_extend as rx
-from rope_extend.searching.evaluations import Evaluator, score
-from rope_extend.searching.search_log import Loss, SearchLog
+from rope_extend.searching.evaluations import Evaluator, Loss, score
 from rope_extend.searching.space import Space, Table
 
 TARGET = 2 * TRAINED
@@ -40,7 +40,7 @@ def test_the_score_is_the_mean_loss_under_the_candidate() -> None:
     """Two lengths from one forward; held-out documents have their own."""
     model, texts = tiny_llama().eval(), documents(3)
     space = Space(rx.info(model).shape, TARGET, 1.25)
-    evaluator = Evaluator(model, texts, settings(lengths=(40, TARGET)), space, log=SearchLog(None, {}))
+    evaluator = Evaluator(model, texts, settings(lengths=(40, TARGET)), space)
     table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
     measured = evaluator.scores([table])[0]
     held_out = score(evaluator.held_out(table), [40, TARGET])
@@ -50,7 +50,7 @@ def test_the_score_is_the_mean_loss_under_the_candidate() -> None:
             means = [float(part.mean()) for part in (torch.cat([row[:39] for row in rows]), torch.cat(rows))]
             expected = sum(means) / 2
             assert value == pytest.approx(expected, abs=logit_tolerance(torch.cat(rows)))
-    assert (evaluator.log.cost.passes, evaluator.log.cost.forward_tokens) == (3, 3 * TARGET)
+    assert (evaluator.cost.passes, evaluator.cost.forward_tokens) == (3, 3 * TARGET)
     assert rx.current_patch(model) is None
 
 
@@ -58,7 +58,7 @@ def test_held_out_documents_are_measured_under_both_lists() -> None:
     """Queries within the trained window keep plain RoPE: as in the encoding that is written."""
     model, texts = llama(vocab_size=300), documents(2)
     space = Space(rx.info(model).shape, TARGET, 1.25, original_short=True)
-    evaluator = Evaluator(model, texts, settings(documents=1), space, log=SearchLog(None, {}))
+    evaluator = Evaluator(model, texts, settings(documents=1), space)
     table = space.table([2.0] * space.pairs)
     losses = evaluator.held_out(table)
     two_lists = rx.encoding("longrope", factor=2.0, long_factor=table.divisors, attention_scale=1.0)
@@ -73,7 +73,7 @@ def test_held_out_documents_are_measured_under_both_lists() -> None:
 def test_a_candidate_is_measured_once_on_each_document() -> None:
     model, texts = tiny_llama().eval(), documents(2)
     space = Space(rx.info(model).shape, TARGET, 1.25)
-    evaluator = Evaluator(model, texts, settings(), space, log=SearchLog(None, {}))
+    evaluator = Evaluator(model, texts, settings(), space)
     table = space.table([1.0] * space.pairs)
     forwards: list[int] = []
     handle = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number_is_the_worst_and_stays_in_the_log(tmp_path: Pa
     for nothing in ("nan", "inf"):
         assert score([{8: Loss(float(nothing), 4)}], [8]) == float("inf")
     assert score([{8: Loss(2.0, 4)}, {8: Loss(6.0, 4)}], [8]) == 1.0
-    with SearchLog(tmp_path / "log.jsonl", {}) as log:
-        log.add(Table((1.0,)), ["search 0"], [{8: Loss(float("nan"), 4)}], log.cost)
-    again = SearchLog(tmp_path / "log.jsonl", {})
-    assert again.losses == log.losses == {(Table((1.0,)), "search 0"): {8: Loss(float("inf"), 4)}}
+    with FakeEvaluator(config(), file=tmp_path / "log.jsonl") as first:
+        first.add(Table((1.0,)), {"search 0": {2048: Loss(float("nan"), 4)}}, first.cost)
+    again = FakeEvaluator(config(), file=tmp_path / "log.jsonl")
+    assert again.losses == first.losses == {(Table((1.0,)), "search 0"): {2048: Loss(float("inf"), 4)}}

@@ -17,9 +17,8 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.journal import only_writer
-from rope_extend.searching.evaluations import Evaluator
+from rope_extend.searching.evaluations import LOG, Evaluator
 from rope_extend.searching.run_search import plan_search
-from rope_extend.searching.search_log import LOG
 
 TARGET = 2 * TRAINED
 SMALL = {

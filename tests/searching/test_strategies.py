@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import rope_extend as rx
 from rope_extend.encodings import NTK, Linear, YaRN, critical_range
+from rope_extend.searching.evaluations import Loss
 from rope_extend.searching.search_config import PAPER_EVALUATIONS, RACE_SHARE
-from rope_extend.searching.search_log import Loss, SearchLog
 from rope_extend.searching.space import START_TOKENS, Space, Table
 from rope_extend.searching.strategies import STRATEGIES, closed_forms
 
@@ -74,7 +74,7 @@ def test_the_race_takes_at_most_a_twentieth_of_longrope(documents: int, holdout:
     held_out = (len(finalists) + 4) * holdout
     assert evaluator.passes <= chosen.race_passes
     assert evaluator.passes + held_out <= longrope / RACE_SHARE
-    assert evaluator.log.cost.passes == evaluator.passes
+    assert evaluator.cost.passes == evaluator.passes
 
 
 @pytest.mark.parametrize("attention", [0.8, 1.15, 1.6])
@@ -183,7 +183,7 @@ def test_longrope_measures_what_the_paper_says() -> None:
     settings_of_paper = config(strategy="longrope", documents=1)
     assert STRATEGIES["longrope"].passes(settings_of_paper) == PAPER_EVALUATIONS == 1344
     _, _, evaluator = asked("longrope", documents=1)
-    assert 1300 <= evaluator.log.cost.evaluations <= 1344
+    assert 1300 <= evaluator.cost.evaluations <= 1344
     halved = config(strategy="longrope", target_length="1M", documents=3)
     assert (halved.population, halved.mutants, halved.crossovers, halved.parents) == (32, 8, 8, 16)
     assert STRATEGIES["longrope"].passes(halved) == 3 * (32 + 40 * 16)
@@ -194,17 +194,17 @@ def test_a_search_that_is_cut_anywhere_resumes_to_the_same_table(strategy: str, 
     """The log is cut at any byte: inside a line, at its end, or in the first line."""
     values = {"documents": 2, "holdout": 2, **SMALL}
     chosen, head_room = config(strategy=strategy, **values), STRATEGIES[strategy].head_room
-    whole = FakeEvaluator(chosen, head_room, SearchLog(tmp_path / "whole.jsonl", {"a": 1}))
+    whole = FakeEvaluator(chosen, head_room, file=tmp_path / "whole.jsonl")
     finalists = STRATEGIES[strategy].run(whole)
     content = (tmp_path / "whole.jsonl").read_bytes()
     rng = random.Random(0)
     for cut in [0, 3, 14, *(rng.randrange(len(content)) for _ in range(4)), len(content)]:
         file = tmp_path / f"{cut}.jsonl"
         file.write_bytes(content[:cut])
-        again = FakeEvaluator(chosen, head_room, SearchLog(file, {"a": 1}))
+        again = FakeEvaluator(chosen, head_room, file=file)
         assert STRATEGIES[strategy].run(again) == finalists
         assert file.read_bytes() == content
-        assert again.log.cost == whole.log.cost
+        assert again.cost == whole.cost
         assert again.curve == whole.curve
 
 
@@ -224,14 +224,13 @@ LINE = {
     ],
 )  # fmt: skip
 def test_an_edited_line_of_a_log_is_one_clear_error(changes: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "log.jsonl"
-    lengths = {"lengths": [8]}
-    file.write_text(json.dumps({"identity": lengths}) + "\n" + json.dumps(LINE) + "\n")
-    with SearchLog(file, lengths) as log:
-        assert log.losses == {(Table((1.0,)), "search 0"): {8: Loss(2.0, 4)}}
-    file.write_text(json.dumps({"identity": lengths}) + "\n" + json.dumps({**LINE, **changes}) + "\n")
+    file, chosen = tmp_path / "log.jsonl", config(target_length=8)
+    file.write_text('{"identity": {}}\n' + json.dumps(LINE) + "\n")
+    with FakeEvaluator(chosen, file=file) as evaluator:
+        assert evaluator.losses == {(Table((1.0,)), "search 0"): {8: Loss(2.0, 4)}}
+    file.write_text('{"identity": {}}\n' + json.dumps({**LINE, **changes}) + "\n")
     with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is damaged .*delete the line"):
-        SearchLog(file, lengths)
+        FakeEvaluator(chosen, file=file)
 
 
 @pytest.mark.parametrize(
