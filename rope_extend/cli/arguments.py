@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import TypeVar
 
@@ -132,13 +132,19 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Config], work: str, 
     add_flags(parser, cls)
 
 
+def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser, and of those below it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from all_actions(below)
+
+
 def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The flags of a parser, and of those below it, by the library's name of the argument."""
     flags: dict[str, str] = {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                flags |= flag_table(below)
+    for action in all_actions(parser):
         long = [option for option in action.option_strings if option.startswith("--")]
         flags |= {option[2:].replace("-", "_"): option for option in long}
         if long:

@@ -25,6 +25,7 @@ from rope_extend.cli import advise, discover, measure, ship, train
 from rope_extend.cli.arguments import (
     OTHERS,
     add_json,
+    all_actions,
     export_target,
     flag_table,
     in_flags,
@@ -56,7 +57,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words whose flags may also stand between the positional arguments."""
-        words = _joined(words, _items(self))
+        items = {
+            flag: item for each in all_actions(self) for flag in each.option_strings if (item := _item(each))
+        }
+        words = _joined(words, items)
         if self.get_default(OTHERS) is not None:  # the words that this program does not know
             arguments, others = self.parse_known_args(words)
             return argparse.Namespace(**{**vars(arguments), OTHERS: others})
@@ -66,17 +70,10 @@ class Parser(argparse.ArgumentParser):
         return self.parse_intermixed_args(words)
 
 
-def _items(parser: argparse.ArgumentParser) -> dict[str, Callable[[str], object]]:
-    """What refuses a word that is no value of a list, by the flag of the list."""
-    found: dict[str, Callable[[str], object]] = {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                found |= _items(below)
-        own = method_item if action.type is methods else parse_length if action.type is lengths else None
-        item = own or getattr(action, "item", None)
-        found |= dict.fromkeys(action.option_strings, item) if item else {}
-    return found
+def _item(action: argparse.Action) -> Callable[[str], object] | None:
+    """What refuses a word that is no value of a list; None for an argument that is no list."""
+    own = {methods: method_item, lengths: parse_length}.get(action.type)  # type: ignore[call-overload]
+    return own or getattr(action, "item", None)
 
 
 def _joined(words: Sequence[str], items: Mapping[str, Callable[[str], object]]) -> list[str]:
@@ -132,18 +129,15 @@ def completion(arguments: argparse.Namespace) -> None:
 
 
 def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
-    """Give the arguments of a parser, and of those below it, the values that a shell completes."""
+    """Give the arguments of a parser the values that a shell completes."""
     named, recipe_names = method_names(), shipped_names()
     known = {
         methods: named, one_method: named, "--method": named, "--methods": named,
         advise.recipe_name: recipe_names, train.recipe_or_model: recipe_names,
         export_target: tuple(TARGETS), advise.gpu: gpu_words(),
     }  # fmt: skip
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                _add_values(below, files)
-        elif action.choices is None and action.nargs != 0:
+    for action in all_actions(parser):
+        if action.choices is None and action.nargs != 0:
             keys = (*action.option_strings, action.type)
             action.choices = next((known[key] for key in keys if key in known), None)
             if action.choices is None:
