@@ -159,43 +159,35 @@ def test_what_cannot_be_mixed_is_refused_by_name(encoding: Any, length: int, rea
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
-    texts_of = tmp_path / "texts"
-    texts_of.mkdir()
-    text = (work / "data" / "a.txt").read_text()
-    for number, end in enumerate((40, 300, 900, 150, 700)):
-        (texts_of / f"{number}.txt").write_text(text[:end])
-    return Recipe(
-        model=str(work / "model"), data=str(texts_of), output_dir=str(tmp_path / "run"), target_length=128,
-        method="short_original(yarn)", mixed_windows=True, short_share=0.5, steps=4, batch_size=2,
-        gradient_accumulation=1, learning_rate=1e-2, warmup_steps=2, lora_rank=4, save_every=2,
+def mixed(recipe: Recipe) -> Recipe:
+    return replace(
+        recipe, method="short_original(yarn)", packing="none", mixed_windows=True, short_share=0.5,
+        batch_size=2, gradient_accumulation=1,
     )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_run_with_mixed_windows_trains_and_resumes(
-    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mixed: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rope_extend.training.finetune._MANY_EPOCHS", 0.5)
     with caplog.at_level(logging.INFO):
-        result = finetune(recipe)
+        result = finetune(mixed)
     assert "50 % PackedBlocks" in caplog.text
     assert "the long blocks are read 0.6 times by the last step; add texts, or lower steps" in caplog.text
-    last = json.loads((Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((Path(mixed.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
     sizes = [int(size) for size in re.findall(r"PackedBlocks\((\d+) of", caplog.text)]
     read = [last[f"epochs/{kind} blocks"] * size for kind, size in zip(("long", "short"), sizes, strict=True)]
-    assert sum(read) == pytest.approx(recipe.steps * recipe.batch_size, abs=0.005 * sum(sizes))
+    assert sum(read) == pytest.approx(mixed.steps * mixed.batch_size, abs=0.005 * sum(sizes))
     assert 0 < result.share_beyond < 0.5
-    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    other = replace(mixed, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
     finetune(other, resume=True)
-    ours, theirs = (
-        load_file(Path(each.output_dir) / "adapter_model.safetensors") for each in (recipe, other)
-    )
+    ours, theirs = (load_file(Path(each.output_dir) / "adapter_model.safetensors") for each in (mixed, other))
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert "mixed_windows True, short_share 0.5" in (Path(recipe.output_dir) / "README.md").read_text()
+    assert "mixed_windows True, short_share 0.5" in (Path(mixed.output_dir) / "README.md").read_text()
 
 
-def test_a_method_with_one_table_is_refused_before_the_data_is_read(recipe: Recipe) -> None:
+def test_a_method_with_one_table_is_refused_before_the_data_is_read(mixed: Recipe) -> None:
     with pytest.raises(RopeExtendError, match=r"mixed_windows cannot be combined with yarn.*short_original"):
-        finetune(replace(recipe, method="yarn", data="no/such/directory"))
+        finetune(replace(mixed, method="yarn", data="no/such/directory"))
