@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checks import field_hints
-from rope_extend.cli.arguments import size
+from rope_extend.cli.arguments import all_actions, size
 from rope_extend.cli.main import COMMANDS, command_parser
 from rope_extend.config import SOURCES, Config
 from rope_extend.data.sources import source_files
@@ -44,23 +42,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from actions(below)
-        elif action.nargs != 0:
-            yield action
-
-
 def test_every_argument_that_is_a_path_expands_it(home: Path) -> None:
     fields = {name for cls in SETTINGS for name in field_hints(cls)}
     seen = set()
     for command in COMMANDS:
-        for action in actions(command_parser(command)):
+        for action in all_actions(command_parser(command)):
             plain = action.type is not None or action.dest not in fields | IN_SETTINGS
-            if action.type is size or action.dest == "data":  # texts are expanded when they are read
-                continue
+            if action.nargs == 0 or action.type is size or action.dest in ("data", "kind", "action"):
+                continue  # no value, or texts, which are expanded when they are read, or commands
             if plain and NAMES_A_PATH.search(f"{action.help} {action.metavar}"):
                 assert callable(action.type), (command, action.dest)
                 assert action.type("~/x") == str(home / "x"), (command, action.dest)

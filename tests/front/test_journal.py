@@ -27,20 +27,6 @@ def test_records_are_read_again_with_all_digits(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("kept", range(1, 12))
-def test_a_torn_last_line_is_dropped(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "trials.jsonl"
-    with journal(path, seed=1) as first:
-        first.append({"n": 1})
-        whole = path.stat().st_size
-        first.append({"n": 2})
-    os.truncate(path, whole + kept if kept < 9 else kept)
-    with journal(path, seed=1) as second:
-        second.append({"n": 3})
-    with journal(path, seed=1) as third:
-        assert third.records == ([{"n": 1}, {"n": 3}] if kept < 9 else [{"n": 3}])
-
-
 def test_other_work_and_damage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
     with journal(path, seed=1) as first:
