@@ -79,32 +79,10 @@ def test_the_command_writes_an_encoding_a_card_and_a_log(
     assert summary["rows"][0]["label"] in printed
 
 
-def test_the_winner_has_the_lowest_held_out_loss(work: Path, searched: Path) -> None:
-    """Against `rope_extend.perplexity` on these documents, with the encoding that was written."""
-    summary = json.loads((searched / "search.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    documents = rx.load_documents(
-        str(work / "data"), tokenizer, min_tokens=TARGET, max_tokens=TARGET, max_documents=3
-    )
-    assert [document.name for document in documents[1:]] == summary["holdout"]
-    with rx.extend(model, TARGET, str(searched)):
-        result = rx.perplexity(model, documents[1:], TARGET, progress=False)
-    assert float(torch.tensor(result.ppl[TARGET]).log()) == pytest.approx(
-        summary["rows"][0]["score"], abs=1e-5
-    )
-
-
-@pytest.mark.parametrize("short", ["same", "original"])
-def test_the_result_is_the_table_that_was_found(short: str, work: Path, searched: Path) -> None:
-    """Within the trained window the same divisors, or none. Stock transformers loads both."""
-    result = rx.search(settings(work, None, short=short, **SMALL), progress=False)
-    encoding = result.encoding
-    assert encoding.long_factor == result.table.divisors
-    if short == "same":
-        written = json.loads((searched / "search.json").read_text())
-        assert encoding.long_factor == tuple(written["rows"][0]["divisors"])
-    assert encoding.depends_on_length == (short == "original")
+def test_texts_within_the_trained_window_may_keep_plain_rope(work: Path) -> None:
+    result = rx.search(settings(work, None, short="original", **SMALL), progress=False)
+    assert result.encoding.long_factor == result.table.divisors
+    assert result.encoding.depends_on_length
 
 
 def test_other_commands_take_the_directory(work: Path, searched: Path) -> None:
@@ -179,6 +157,8 @@ def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: 
         ({"start_tokens": True, "strategy": "race"}, "searched by the strategy longrope only; got race"),
         ({"holdout": 5, "strategy": "race"}, "nothing is left of the race's budget"),
         ({"model": "no/model/here"}, "no/model/here"),
+        ({**SECOND, "short": "original"}, "leave one of the two out"),
+        ({**SECOND, "start_tokens": True}, "leave one of the two out"),
     ],
 )  # fmt: skip
 def test_mistakes_get_one_clear_error(values: dict[str, Any], message: str, work: Path) -> None:
@@ -256,21 +236,8 @@ def test_the_second_search_multiplies_the_table_that_the_model_has(
         measured = rx.perplexity(model, documents[1:3], FAR, progress=False)
     assert float(torch.tensor(measured.ppl[FAR]).log()) == pytest.approx(result.winner.score, abs=1e-5)
     assert rx.search(config, resume=True, progress=False).encoding == encoding
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"target_length": NOW}, "target_length must exceed the trained window of 64 tokens, got 64"),
-        ({"short": "original"}, "leave one of the two out"),
-        ({"start_tokens": True}, "leave one of the two out"),
-    ],
-)
-def test_mistakes_of_a_second_search_get_one_clear_error(
-    extended: Path, work: Path, values: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(rx.RopeExtendError, match=message):
-        rx.search(settings(work, None, **{**SECOND, "model": str(extended), **values}), progress=False)
+    with pytest.raises(rx.RopeExtendError, match="must exceed the trained window of 64 tokens, got 64"):
+        rx.search(replace(config, target_length=NOW, lengths=None, output=None), progress=False)
 
 
 def test_a_table_with_frequencies_of_zero_has_no_divisors(tmp_path: Path) -> None:
