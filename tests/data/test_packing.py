@@ -207,13 +207,7 @@ def test_flash_attention_gets_the_borders_of_documents() -> None:
     rows = [documents((20, 30, 14)), documents((5, 59))]
     expected = apart(model, rows[0] + rows[1])
     model.config._attn_implementation_internal = "test_flash"
-    batch = {
-        name: torch.stack([pack(row)[name] for row in rows])
-        for name in ("input_ids", "labels", "position_ids")
-    }
-    inputs = document_inputs(model, batch["position_ids"])
-    ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(together(model, *rows), expected, rtol=0, atol=1e-5)
     assert seen[0].tolist() == [0, 20, 50, 64, 69, 128]
 
 

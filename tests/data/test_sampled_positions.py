@@ -191,22 +191,18 @@ def test_stock_training_takes_the_gaps_as_one_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "parameters", "message"),
+    ("method", "message"),
     [
-        ("drope", {}, "does not use positions"),
-        ("logn(yarn)", {}, "number of tokens that a query can see"),
-        ("dynamic_ntk", {}, None),
-        ("short_original(yarn)", {}, None),
-        ("xpos(yarn)", {}, None),
-        ("longrope", {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}, None),
-        ("none", {}, None),
+        ("drope", "does not use positions"),
+        ("logn(yarn)", "number of tokens that a query can see"),
+        ("dynamic_ntk", None),
+        ("xpos(yarn)", None),
+        ("none", None),
     ],
 )
-def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
-    method: str, parameters: dict[str, Any], message: str | None
-) -> None:
+def test_methods_without_meaning_for_sampled_positions_are_refused(method: str, message: str | None) -> None:
     """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
-    encoding = rotary_method(method).for_target(SHAPE, 256, **parameters)
+    encoding = rotary_method(method).for_target(SHAPE, 256)
     if message is None:
         check_meaning("pose", encoding, SHAPE)
         return

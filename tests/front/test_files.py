@@ -37,39 +37,20 @@ def test_a_name_that_no_file_can_have_is_one_error(name: str, capsys: pytest.Cap
         assert "no file can be called" in capsys.readouterr().err
 
 
-def test_a_text_replaces_an_earlier_one(tmp_path: Path) -> None:
-    path = tmp_path / "name.txt"
-    write_text(path, "old")
-    write_text(path, "new ü", durable=True)
-    assert path.read_text(encoding="utf-8") == "new ü"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_failure_leaves_the_earlier_file_and_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "name.txt"
-    write_text(path, "old")
-    with pytest.raises(ZeroDivisionError), replacing(path) as partial:
-        partial.write_text(f"half {1 // 0}")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs permission bits")
-def test_the_file_has_the_usual_permissions(tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.write_text("")
-    write_text(tmp_path / "ours", "text")
-    assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
-
-
-def test_a_link_under_the_final_name_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    """With the usual permissions; a link under its name is replaced, and not followed."""
     victim, path = tmp_path / "victim", tmp_path / "name.txt"
     victim.write_text("untouched")
     path.symlink_to(victim)
-    write_text(path, "new")
-    assert victim.read_text() == "untouched"
+    write_text(path, "old")
     assert not path.is_symlink()
-    assert path.read_text() == "new"
+    write_text(path, "new ü", durable=True)
+    with pytest.raises(ZeroDivisionError), replacing(path) as partial:
+        partial.write_text(f"half {1 // 0}")
+    assert path.read_text(encoding="utf-8") == "new ü"
+    assert victim.read_text() == "untouched"
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(victim.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [path, victim]
 
 
 def test_a_link_under_the_temporary_name_is_not_followed(

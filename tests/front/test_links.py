@@ -9,8 +9,6 @@ import re
 
 import check_links
 
-from rope_extend.encodings import encoding_class, encoding_names
-
 LINKS = check_links.links(check_links.pages())
 ARXIV_ID = r"\d{2}(?:0[1-9]|1[0-2])\.\d{5}"
 """Year, month and number, as since 2015; all our sources have this form."""
@@ -33,10 +31,21 @@ def test_links_are_of_known_kinds() -> None:
     assert not unknown, unknown
 
 
-def test_sources_that_look_like_arxiv_ids_are_some() -> None:
-    """And every one is linked from the page of its method."""
-    papers = {encoding_class(name).paper for name in encoding_names()}
-    ids = {paper for paper in papers if re.fullmatch(r"[\d.]+", paper)}
-    assert len(ids) >= 20
-    assert all(re.fullmatch(ARXIV_ID, paper) for paper in ids)
-    assert {f"https://arxiv.org/abs/{paper}" for paper in ids} <= set(LINKS)
+ROWS = [
+    tuple(cell.strip() for cell in line.strip("|").split("|"))
+    for line in (check_links.ROOT / "docs" / "trust.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and not line.startswith("| Promise")
+]
+"""Each promise of docs/trust.md, and its tests."""
+
+
+def test_promises_name_tests_that_exist() -> None:
+    assert len(ROWS) > 20
+    for _, tests in ROWS:
+        paths = re.findall(r"`((?:tests/)?[\w/]*(?:\.py|/))`", tests)
+        assert paths, tests
+        directory = check_links.ROOT
+        for path in paths:
+            full = (check_links.ROOT if path.startswith("tests/") else directory) / path
+            assert full.is_file() or list(full.glob("test_*.py")), path
+            directory = full.parent

@@ -14,13 +14,11 @@ import pytest
 import torch
 import write_methods
 from method_pictures import MODEL, ROTARY, TARGET
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rope_extend.attention.kernel import linear_attention
 from rope_extend.encodings import (
     AbsoluteEncoding,
-    ALiBi,
     BiasEncoding,
     Learned,
     LinearAttention,
@@ -46,13 +44,10 @@ def functions(name: str) -> dict[str, Any]:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     target = method_pictures.target_of(name)
-    encoding = method_pictures.example(name)
     names: dict[str, Any] = {
         "math": math, "d": ROTARY.dim, "b": ROTARY.theta, "L": ROTARY.trained_length, "N": target,
         "s": target / ROTARY.trained_length, "H": MODEL.heads, "D": MODEL.hidden_size,
     }  # fmt: skip
-    if isinstance(encoding, BiasEncoding):
-        names["learned"] = {key: value.tolist() for key, value in encoding.initial(MODEL).items()}
     exec(code, names)
     return names
 
@@ -148,23 +143,14 @@ def test_the_formula_of_a_bias_is_that_of_the_code(name: str) -> None:
         assert index.tolist() == [found["vector_index"](r) for r in distances.tolist()]
         return
     assert isinstance(encoding, BiasEncoding)
-    for query in (TARGET - 1, 3000, 1000):
-        seen = distances[distances <= query]
-        bias = encoding.bias(MODEL, seen, torch.full_like(seen, query), encoding.initial(MODEL))
-        for head in range(1, MODEL.heads + 1):
+    for query, heads in ((TARGET - 1, 8), (3000, 8), (1000, 8), (1000, 1), (3000, 12)):
+        model, seen = replace(MODEL, heads=heads), distances[distances <= query]
+        initial = encoding.initial(model)
+        found |= {"H": heads, "learned": {key: value.tolist() for key, value in initial.items()}}
+        bias = encoding.bias(model, seen, torch.full_like(seen, query), initial)
+        for head in range(1, heads + 1):
             expected = [found["bias"](r, query, head) for r in seen.tolist()]
             assert bias[head - 1].tolist() == pytest.approx(expected, rel=FLOAT32, abs=1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 6, 12, 40])
-def test_the_page_of_alibi_knows_any_number_of_heads(heads: int) -> None:
-    """Against the slopes that transformers gives BLOOM, and our own."""
-    found = functions("alibi")
-    found["H"] = heads
-    slopes = [-found["bias"](1, 1, head) for head in range(1, heads + 1)]
-    stock = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1].tolist()
-    assert slopes == pytest.approx(stock, rel=FLOAT32)
-    assert ALiBi().slopes(replace(MODEL, heads=heads)).tolist() == pytest.approx(slopes, rel=FLOAT64)
 
 
 def test_the_page_of_clipped_knows_a_single_pair() -> None:
@@ -185,11 +171,9 @@ def test_the_formula_of_a_vector_is_that_of_the_code(name: str) -> None:
     found, encoding = functions(name), method_pictures.example(name)
     positions = torch.tensor(POSITIONS)
     if isinstance(encoding, Learned):
-        rows = {"table": torch.arange(ROTARY.trained_length, dtype=torch.float32)[:, None]}
-        for beyond, length in (("interpolate", TARGET), ("tile", None)):
-            rule = Learned(rows=ROTARY.trained_length, beyond=beyond, length=length)
-            ours = rule.vectors(MODEL, positions, rows)[:, 0].tolist()
-            assert ours == pytest.approx([found["row"](p, beyond) for p in POSITIONS], rel=FLOAT32)
+        for beyond, rows in method_pictures.learned_rows(positions).items():
+            expected = [found["row"](p, beyond) for p in POSITIONS]
+            assert rows.tolist() == pytest.approx(expected, rel=FLOAT32)
         return
     assert isinstance(encoding, AbsoluteEncoding)
     ours = encoding.vectors(MODEL, positions, {}).tolist()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,66 +100,43 @@ def test_the_race_starts_from_closed_forms_with_a_moved_critical_pair() -> None:
 # A naive transcription of algorithm 1, on lists of hundredths, with one loop for each line of the paper.
 
 
-def naive_mutation(genes: list[int], largest: int, p: float, rng: random.Random) -> list[int]:
-    child = list(genes)
-    for i in range(len(child)):
-        if rng.random() < p:
-            below = 100 if i == 0 else child[i - 1]
-            above = largest if i == len(child) - 1 else child[i + 1]
-            child[i] = rng.randint(below, above)
-    return child
-
-
 def naive_search(goal: FakeEvaluator, values: dict[str, int], p: float, seed: int) -> list[int]:
     rng, largest = random.Random(seed), int(125 * FACTOR)
     factor = math.sqrt(1 + math.log(8) / math.log(256))
 
     def perplexity(genes: list[int]) -> float:
-        table = Table(tuple(gene / 100 for gene in genes), 0, round(factor, 4))
-        return goal.scores([table])[0]
-
-    def hundredths(encoding: rx.RopeEncoding) -> list[int]:
-        ratio = SHAPE.inv_freq() / encoding.inv_freq(SHAPE)
-        return [round(100 * float(value)) for value in ratio]
-
-    def fresh(make: Callable[[], list[int] | None], tries: int) -> list[int] | None:
-        child = None
-        for _ in range(tries):
-            child = make()
-            if child is not None and tuple(child) not in seen:
-                return child
-        return None
-
-    seeds = [hundredths(each) for each in (Linear(FACTOR), NTK(FACTOR), YaRN(FACTOR))]
-    population, seen = list(seeds), {tuple(each) for each in seeds}
+        return goal.scores([Table(tuple(gene / 100 for gene in genes), 0, round(factor, 4))])[0]
 
     def mutate(parent: list[int]) -> list[int]:
-        child = parent
         for _ in range(20):
-            child = naive_mutation(parent, largest, p, rng)
+            child = list(parent)
+            for i in range(len(child)):
+                if rng.random() < p:
+                    below = 100 if i == 0 else child[i - 1]
+                    child[i] = rng.randint(below, largest if i == len(child) - 1 else child[i + 1])
             if tuple(child) not in seen:
                 break
         seen.add(tuple(child))
         return child
 
-    def cross(first: list[int], second: list[int]) -> list[int] | None:
-        child = [rng.choice(pair) for pair in zip(first, second, strict=True)]
-        rng.choice((0, 0))  # n-hat
-        return child if child == sorted(child) else None
+    def cross(first: list[int], second: list[int]) -> list[int]:
+        for _ in range(20):
+            child = [rng.choice(pair) for pair in zip(first, second, strict=True)]
+            rng.choice((0, 0))  # n-hat
+            if child == sorted(child) and tuple(child) not in seen:
+                seen.add(tuple(child))
+                return child
+        return mutate(first)
 
+    ratios = [SHAPE.inv_freq() / each.inv_freq(SHAPE) for each in (Linear(FACTOR), NTK(FACTOR), YaRN(FACTOR))]
+    seeds = [[round(100 * float(value)) for value in ratio] for ratio in ratios]
+    population, seen = list(seeds), {tuple(each) for each in seeds}
     while len(population) < values["population"]:
         population.append(mutate(seeds[(len(population) - 3) % 3]))
     top = sorted(population, key=perplexity)[: values["parents"]]
     for _ in range(values["iterations"]):
         mutated = [mutate(rng.choice(top)) for _ in range(values["mutants"])]
-        crossed = []
-        for _ in range(values["crossovers"]):
-            first, second = rng.sample(top, 2)
-            child = fresh(partial(cross, first, second), 20)
-            if child is None:
-                child = mutate(first)
-            seen.add(tuple(child))
-            crossed.append(child)
+        crossed = [cross(*rng.sample(top, 2)) for _ in range(values["crossovers"])]
         top = sorted([*top, *mutated, *crossed], key=perplexity)[: values["parents"]]
     return top[0]
 
