@@ -31,8 +31,7 @@ recipe_name = checked(shipped_path)
 """The name of a recipe of the package."""
 
 
-def advise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `advise`."""
+def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_config_only(parser)
     add("--target-length", type=length, required=True, metavar="N", help="window that you want, such as 32k")
@@ -80,8 +79,7 @@ def advise(arguments: argparse.Namespace) -> None:
         print(f"\nnothing is written to {file}: there is no recipe, because {why}")
 
 
-def recipes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `recipes`."""
+def _recipes_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "print the list as JSON")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
     show = actions.add_parser("show", help="print a recipe", description="Print a recipe.")

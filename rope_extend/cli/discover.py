@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rope_extend.cli.arguments import (
     path,
 )
 from rope_extend.cli.arguments import methods as method_list
+from rope_extend.data.sources import read_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
@@ -81,8 +83,7 @@ def families(arguments: argparse.Namespace) -> None:
         print(f"{name:<{width}}  {note}")
 
 
-def info_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `info`."""
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_only(parser)
     add_json(parser)
 
@@ -121,8 +122,7 @@ def info(arguments: argparse.Namespace) -> None:
         print(f"extended by rope_extend to {model.record['target_length']} tokens")
 
 
-def demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `demo`."""
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "directory of the results (default: demo-output)"
     add("--output", type=path, default="demo-output", metavar="DIR", help=text)
@@ -168,8 +168,7 @@ def doctor(arguments: argparse.Namespace) -> None:
             print(f"  {'':<16}-> {finding.advice}")
 
 
-def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `generate`."""
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=checkpoint, help="a run of finetune, a checkpoint's directory, or a hub id")
     add("--file", type=path, required=True, metavar="FILE", help="long text, in UTF-8")
@@ -199,12 +198,9 @@ def generate(arguments: argparse.Namespace) -> None:
     The answer is the most likely one (greedy), and appears while it is generated. If the tokenizer has a chat
     template, a question uses it. A text that is too long for the window loses its end, and a line says so.
     """
-    try:
-        text = Path(arguments.file).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise RopeExtendError(f"no such file: {arguments.file!r} (seen from {Path.cwd()})") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RopeExtendError(f"cannot read {arguments.file} as UTF-8 text: {error}") from error
+    if not Path(arguments.file).exists():
+        raise RopeExtendError(f"no such file: {arguments.file!r} (seen from {Path.cwd()}); check the path")
+    text = read_file(Path(arguments.file))
     if not text.strip():
         raise RopeExtendError(f"{arguments.file} is empty; give a file with text")
     check_checkpoint(arguments.model)  # before torch is imported
@@ -244,11 +240,6 @@ def generate(arguments: argparse.Namespace) -> None:
     print(f"{total}; prompt: {len(prompt.ids):,} tokens", file=sys.stderr)
     for label, model in subjects.models(before=not arguments.no_before):
         print(f"--- {label}", flush=True)
-        answer(
-            model,
-            tokenizer,
-            prompt.ids,
-            arguments.max_new_tokens,
-            lambda piece: print(piece, end="", flush=True),
-        )
+        show = partial(print, end="", flush=True)
+        answer(model, tokenizer, prompt.ids, arguments.max_new_tokens, show)
         print()

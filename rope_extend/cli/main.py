@@ -105,8 +105,7 @@ def _accepts(item: Callable[[str], object], word: str) -> bool:
     return True
 
 
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `completion`."""
+def _completion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
 
 
@@ -157,7 +156,7 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
 
-The function `NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
+The function `_NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
 `--json` alone.
 """
 COMMANDS = {run.__name__.replace("_", "-"): run for group in GROUPS.values() for run in group}
@@ -211,7 +210,7 @@ def summary(name: str) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     run = COMMANDS[name]
-    run.__globals__.get(f"{run.__name__}_arguments", add_json)(parser)
+    run.__globals__.get(f"_{run.__name__}_arguments", add_json)(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -52,8 +52,7 @@ SOURCES = {
 }
 
 
-def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `evaluate`."""
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser, EvaluationConfig, "an evaluation", PLAN)
     add_json(parser, "print the plan as JSON")
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
@@ -73,8 +72,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     _measure(config, arguments)
 
 
-def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `retrieve`."""
+def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser, RetrievalConfig, "a run", "")
 
 
@@ -91,8 +89,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
     _measure(config, arguments)
 
 
-def report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `report`."""
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser, StudyConfig, "a report", PLAN)
 
 
@@ -107,8 +104,7 @@ def report(arguments: argparse.Namespace) -> None:
     _measure(model_config(StudyConfig, arguments), arguments)
 
 
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `compare`."""
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     text = "directories of reports; the same one twice compares its rows, with --row"
     parser.add_argument("runs", type=path, nargs=2, metavar="RUN", help=text)
     text = (
@@ -226,8 +222,7 @@ def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
     plan.check()
 
 
-def lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `lm-eval`; all others are the harness' own."""
+def _lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     parser.set_defaults(**{OTHERS: []})
     add = parser.add_argument
@@ -268,8 +263,7 @@ def lm_eval(arguments: argparse.Namespace) -> None:
     run_harness(given, arguments.lengths, arguments.others)
 
 
-def plot_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plot`."""
+def _plot_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
     for kind, source, text in KINDS:
         command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
@@ -309,14 +303,12 @@ def _plot_results(arguments: argparse.Namespace, output: Path) -> None:
     from rope_extend.plots import curves, retrieval_maps
 
     rows = read_runs(arguments.results)
+    if arguments.kind == "accuracy":
+        retrieval_maps.plot_accuracy(rows, arguments.task, output)
+        return
     if arguments.kind != "heat-map":
-        scored = [row for row in rows if row.result]
-        draw = {
-            "perplexity": lambda: curves.plot_perplexity(scored, output),
-            "loss": lambda: curves.plot_loss_by_position(scored, output),
-            "accuracy": lambda: retrieval_maps.plot_accuracy(rows, arguments.task, output),
-        }
-        draw[arguments.kind]()
+        draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
+        draw([row for row in rows if row.result], output)
         return
     labels = [row.label for row in rows]
     row = arguments.row or (labels[0] if len(labels) == 1 else None)

@@ -26,8 +26,7 @@ from rope_extend.models.locating import check_checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `merge`."""
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json")
     add_output(parser, "DIR", "directory of the merged checkpoint", required=True)
@@ -65,8 +64,7 @@ def merge(arguments: argparse.Namespace) -> None:
     print(f"verify it: rope-extend verify {quote(str(path))}")
 
 
-def convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `convert`."""
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=checkpoint, help="a GGUF file, or a directory with one")
     add_output(parser, "DIR", "directory of the checkpoint", required=True)
@@ -92,8 +90,7 @@ def convert(arguments: argparse.Namespace) -> None:
     print("written:", path)
 
 
-def verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `verify`."""
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
     add_base_model(parser)
@@ -126,8 +123,7 @@ def verify(arguments: argparse.Namespace) -> None:
     print(verification.check())
 
 
-def card_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `card`."""
+def _card_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=checkpoint, help="an adapter or a full checkpoint, with its rope_extend.json")
     text = "results.jsonl of an evaluation, or its directory"
@@ -158,8 +154,7 @@ def card(arguments: argparse.Namespace) -> None:
     print("written:", path)
 
 
-def push_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `push`."""
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=checkpoint, help="an adapter or a full checkpoint")
     add("name", help="hub id, owner/name; the repository is created if it is missing")
@@ -181,8 +176,7 @@ def push(arguments: argparse.Namespace) -> None:
     print("written:", address)
 
 
-def export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `export`."""
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", type=checkpoint, help="an adapter, which is merged first, or a full checkpoint")
     text = f"{', '.join(TARGETS)} (default: transformers)"

@@ -23,8 +23,7 @@ recipe_or_model = argument(find_recipe)
 """The file of a recipe, also by the name of one of the package, or a model."""
 
 
-def finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe, a YAML file or a model and one flag per field, and the flags of the command."""
+def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
         "directory or hub id of the checkpoint, or a YAML file with the settings of the recipe, or the name "
         "of a recipe that `rope-extend recipes` lists"
@@ -102,8 +101,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     print(f"evaluate it: rope-extend evaluate {trained} --data ...")
 
 
-def search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `search`."""
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
     plan = (
         "the largest number of passes and tokens, the memory and the estimated time, for which neither "
         "--data nor weights are needed"

@@ -145,7 +145,7 @@ def read_texts(
         raise RopeExtendError("nothing to read: the list of sources is empty")
     for path in sorted(files, key=lambda path: _kind(path) != "text"):  # plain text first
         if _kind(path) == "text":
-            yield files[path], _read_file(path)
+            yield files[path], read_file(path)
             continue
         for row, text in enumerate(_column(_table(path, column), column, path)):
             yield f"{files[path]}#{row}", text
@@ -192,8 +192,12 @@ def _no_text(path: Path, found: str) -> RopeExtendError:
     )
 
 
-def _read_file(path: Path) -> str:
-    """The text of a file that is one document, with line ends as `\n`."""
+def read_file(path: Path) -> str:
+    """The text of a file that is one document, compressed or not, with line ends as `\\n`.
+
+    Raises:
+        RopeExtendError: it cannot be read, it is an archive, or it is no text.
+    """
     with _opened(path) as file:
         text = file.read().replace("\r\n", "\n").replace("\r", "\n")
     if (zeros := text.count("\0")) > _ZEROS * len(text):
