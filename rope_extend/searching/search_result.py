@@ -11,10 +11,11 @@ from typing import Any
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
 from rope_extend.evaluation.statistics import Difference, plain
 from rope_extend.files import replacing_files, write_json, write_text
-from rope_extend.method_names import ENCODING_FILE
-from rope_extend.report.tables import interval, markdown_table
+from rope_extend.method_names import CURRENT, ENCODING_FILE
+from rope_extend.report.page import Part, markdown
+from rope_extend.report.tables import Code, Section, interval, markdown_table, markdown_text
 from rope_extend.searching.evaluations import Cost
-from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.search_config import ORIGINAL, SearchConfig
 from rope_extend.searching.space import Table
 from rope_extend.units import format_duration, format_length
 
@@ -98,8 +99,8 @@ class SearchResult:
             "data": self.data,
         }
 
-    def table_text(self) -> str:
-        """The rows as a Markdown table."""
+    def lines(self) -> list[list[str]]:
+        """The rows as lines of a table."""
         lines = [["table", "loss, nats", "minus the winner's (95 %)", "attention factor", "divisors"]]
         for row in self.rows:
             difference, divisors = row.difference, row.table.divisors
@@ -110,24 +111,63 @@ class SearchResult:
                 row.label, f"{row.score:.4f}", "the winner" if row is self.winner else change,
                 f"{row.table.attention_factor:g}", f"{divisors[0]:g} … {divisors[-1]:g}",
             ])  # fmt: skip
-        return markdown_table(lines)
+        return lines
+
+    def table_text(self) -> str:
+        """The rows as a Markdown table."""
+        return markdown_table(self.lines())
 
     def card(self) -> str:
         """The card: what was searched, on which documents, what it cost, and how to use it."""
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-        config = self.config
-        environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
-            keep_trailing_newline=True, autoescape=False,
-        )  # fmt: skip
-        return environment.get_template("search_card.md").render(
-            result=self, config=config, shape=self.shape, encoding=self.encoding, winner=self.winner,
-            cost=self.cost, encoding_file=ENCODING_FILE, quoted=quote(config.model),
-            target=format_length(self.encoding.target_length(self.shape) or config.target_length),
-            divisors=" ".join(f"{divisor:g}" for divisor in self.table.divisors),
-            table=self.table_text(), duration=format_duration(self.cost.seconds),
-        )  # fmt: skip
+        config, shape, encoding, cost = self.config, self.shape, self.encoding, self.cost
+        target = format_length(encoding.target_length(shape) or config.target_length)
+        evaluate = f"rope-extend evaluate {quote(config.model)} --methods DIRECTORY --lengths {target}"
+        finetune = f"rope-extend finetune --model {quote(config.model)} --method DIRECTORY"
+        relative = ""
+        if config.start == CURRENT:
+            relative = " of the table that the model had, which the encoding multiplies"
+        short, measured = "the same divisors", "with one table for all texts"
+        if encoding.depends_on_length:
+            measured = (
+                "with one table for short texts and one for long texts. Before that, each candidate was "
+                "measured as one table for all texts"
+            )
+            short = (
+                "the short list that the model has. Both lists share the factor on cos and sin, now "
+                f"{encoding.attention_factor(shape):.6g}, so such texts change too"
+            )
+        parts: list[Part] = [
+            f"{ENCODING_FILE} holds the encoding, {self.winner.label}. Use this directory as a method.",
+            Code("On the command line", f"{evaluate} --data ... --output report\n"
+                 f"{finetune} --target-length {target} ..."),
+            Code("In Python", f'rope_extend.extend(model, "{target}", "DIRECTORY")'),
+            Section("What was searched", notes=[
+                f"Model: {config.model}, trained on {shape.trained_length} tokens.",
+                f"Rotation: {shape.dim} channels of a head, base {shape.theta:g}.",
+                f"Strategy: {config.strategy}, seed {config.seed}.",
+                f"Fitness: mean loss at {', '.join(map(str, config.lengths))} tokens.",
+                f"Attention factor {self.table.attention_factor:g}, start tokens {self.table.start_tokens}.",
+                f"Within the trained window: {'plain RoPE' if config.short == ORIGINAL else short}.",
+            ]),
+            Code(f"Divisors{relative}, fastest pair first", " ".join(f"{d:g}" for d in self.table.divisors)),
+            Code("The encoding", str(encoding)),
+            Section("Held-out documents", self.lines(), [
+                f"The loss is the fitness on {len(self.holdout)} documents that were not searched on. The "
+                "difference is paired by document.",
+                f"Each row was measured as it would be written, {measured}.",
+                "The winner was chosen by its loss on these documents, so this loss is too good. Measure it "
+                "on other documents.",
+            ]),
+            Section("Cost", notes=[
+                f"{cost.evaluations:,} evaluations, {cost.passes:,} forward passes, {cost.forward_tokens:,} "
+                f"forward tokens, {format_duration(cost.seconds)}. Held-out documents are included.",
+            ]),
+            Section("Searched on", notes=self.documents),
+            Section("Held out", notes=self.holdout),
+            f"Fingerprint of all documents: {self.data}.",
+        ]  # fmt: skip
+        title = f"Frequency divisors for {config.model}, {target} tokens"
+        return f"# {markdown_text(title)}\n\n{markdown(parts)}"
 
     def write(self, directory: Path) -> None:
         """Write the files of a finished search; all of them appear, or none.
