@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from method_pictures import MODEL, ROTARY, TARGET, example, learned_rows, shown_kind, target_of
@@ -106,50 +106,44 @@ def _given(encoding: RemapEncoding) -> Rows:
             for pair in PAIRS
             for near, found in [(float(plain[pair]), float(table[pair]))]
         ]
-    distances = torch.tensor([distance for distance in DISTANCES if distance < last] + [last])
-    given = encoding.distance(ROTARY, torch.tensor(last), last - distances).tolist()
-    return [["true distance, tokens", "distance given, tokens"]] + [
-        [f"{distance:,}", "not seen" if math.isnan(found) else f"{found:,.2f}"]
-        for distance, found in zip(distances.tolist(), given, strict=True)
-    ]
+    distances = [distance for distance in DISTANCES if distance < last] + [last]
+    given = encoding.distance(ROTARY, torch.tensor(last), last - torch.tensor(distances)).tolist()
+    cells = ["not seen" if math.isnan(found) else f"{found:,.2f}" for found in given]
+    return _by("true distance, tokens", distances, {"distance given, tokens": cells})
+
+
+def _by(name: str, values: Sequence[int], columns: dict[str, list[str]]) -> Rows:
+    """A row for each of some values: the value, and its cell of each column."""
+    cells = zip(*columns.values(), strict=True)
+    return [[name, *columns], *([f"{value:,}", *row] for value, row in zip(values, cells, strict=True))]
 
 
 def _biases(encoding: BiasEncoding) -> Rows:
     """The bias of the last query at some distances, with the initial parameters."""
     distances = torch.tensor(DISTANCES)
     bias = encoding.bias(MODEL, distances, torch.full_like(distances, TARGET - 1), encoding.initial(MODEL))
-    return [["distance, tokens", *(f"head {head}" for head in HEADS)]] + [
-        [f"{distance:,}", *(f"{float(bias[head - 1, column]):,.4f}" for head in HEADS)]
-        for column, distance in enumerate(DISTANCES)
-    ]
+    columns = {f"head {head}": [f"{value:,.4f}" for value in bias[head - 1].tolist()] for head in HEADS}
+    return _by("distance, tokens", DISTANCES, columns)
 
 
 def _ranges(encoding: Shaw) -> Rows:
-    distances = torch.tensor(DISTANCES)
-    return [["distance, tokens", "row of the table"]] + [
-        [f"{distance:,}", str(row)]
-        for distance, row in zip(DISTANCES, distances.clamp(max=encoding.reach).tolist(), strict=True)
-    ]
+    rows = torch.tensor(DISTANCES).clamp(max=encoding.reach).tolist()
+    return _by("distance, tokens", DISTANCES, {"row of the table": [*map(str, rows)]})
 
 
 def _vectors(encoding: AbsoluteEncoding) -> Rows:
     positions, channels = (0, 1, 100, TARGET - 1), (0, 1, 32, 33)
     found = encoding.vectors(MODEL, torch.tensor(positions), {})
-    return [["position", *(f"channel {channel}" for channel in channels)]] + [
-        [f"{position:,}", *(f"{float(found[row, channel]) + 0.0:.4f}" for channel in channels)]
-        for row, position in enumerate(positions)
-    ]
+    columns = {f"channel {c}": [f"{value + 0.0:.4f}" for value in found[:, c].tolist()] for c in channels}
+    return _by("position", positions, columns)
 
 
 def _rows(encoding: Learned) -> Rows:
     """The row of the table that some positions get."""
-    rows = ROTARY.trained_length
-    positions = (0, 1000, rows - 1, rows, TARGET - 1)
+    positions = (0, 1000, ROTARY.trained_length - 1, ROTARY.trained_length, TARGET - 1)
     found = learned_rows(torch.tensor(positions))
-    return [["position", *(f"{beyond}: row" for beyond in found)]] + [
-        [f"{position:,}", *(f"{float(values[row]):,.2f}" for values in found.values())]
-        for row, position in enumerate(positions)
-    ]
+    columns = {f"{rule}: row": [f"{row:,.2f}" for row in rows.tolist()] for rule, rows in found.items()}
+    return _by("position", positions, columns)
 
 
 def _features(encoding: LinearAttention) -> Rows:

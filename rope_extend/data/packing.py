@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rope_extend.data.blocks import Blocks, Piece, block_length
 from rope_extend.data.documents import Document
 from rope_extend.encodings import Encoding, LinearAttention
 from rope_extend.errors import RopeExtendError
-from rope_extend.loss import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +74,6 @@ def packed_blocks(documents: Sequence[Document], length: int) -> Blocks:
         first = end
     left_out = f"from {len(documents)} documents, {tokens % length} tokens left over"
     return Blocks(documents, length, pieces[: tokens // length], packed=True, left_out=left_out)
-
-
-def scored(items: Sequence[dict[str, Tensor]]) -> int:
-    """The number of tokens that are predicted in some blocks; the first token of a block never is."""
-    return sum(int((item["labels"][1:] != IGNORED).sum()) for item in items)
 
 
 def check_packing(encoding: Encoding, config: Any) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN, critical_range
+from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, ScaledRope, YaRN, critical_range
 from rope_extend.errors import RopeExtendError
 from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.search_config import FINALISTS, GENETIC, RACE, SearchConfig
@@ -30,27 +30,28 @@ ATTENTION_STEP, ATTENTION_STEPS = 1.1, 6
 """The ratio of two attention factors that the best closed form is measured with, and their largest number."""
 
 
+def _forms(space: Space) -> dict[str, RopeEncoding]:
+    """The closed forms as published, by name."""
+    forms: dict[str, type[ScaledRope]] = {"linear": Linear, "yarn": YaRN, "ntk": NTK, "llama3": Llama3}
+    if space.pairs == 1:  # NTK keeps the fastest pair, and needs another one
+        del forms["ntk"]
+    return {name: cls(space.factor) for name, cls in forms.items()}
+
+
 def _longrope_seeds(config: SearchConfig, space: Space) -> list[Table]:
     """Position interpolation, NTK and YaRN, with LongRoPE's attention factor or that of the settings."""
-    factor = space.factor
     attention = config.attention_factor
     if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(space.shape.trained_length))
-    encodings: list[RopeEncoding] = [Linear(factor), YaRN(factor)]
-    if space.pairs > 1:  # NTK keeps the fastest pair, and needs another one
-        encodings.insert(1, NTK(factor))
-    return [space.of_encoding(encoding, attention) for encoding in encodings]
+        attention = math.sqrt(1 + math.log(space.factor) / math.log(space.shape.trained_length))
+    forms = _forms(space)
+    return [space.of_encoding(forms[name], attention) for name in ("linear", "ntk", "yarn") if name in forms]
 
 
 def published(config: SearchConfig, space: Space) -> dict[str, Table]:
     """The closed forms as published, by name, each with its own attention factor or that of the settings."""
-    encodings: dict[str, RopeEncoding] = {"linear": Linear(space.factor), "yarn": YaRN(space.factor)}
-    if space.pairs > 1:
-        encodings["ntk"] = NTK(space.factor)
-    encodings["llama3"] = Llama3(space.factor)
     return {
-        name: space.of_encoding(encoding, config.attention_factor or encoding.attention_factor(space.shape))
-        for name, encoding in encodings.items()
+        name: space.of_encoding(form, config.attention_factor or form.attention_factor(space.shape))
+        for name, form in _forms(space).items()
     }
 
 
