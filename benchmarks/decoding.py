@@ -1,4 +1,4 @@
-"""Decoding with a cache: exact caches of length-dependent methods, and linear attention."""
+"""Decoding with a cache: length-dependent methods, changed positions, and linear attention."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ CONTEXTS = (512, 2048, 8192)
 STEPS = 16
 TARGET = 1.7
 """The highest ratio of the time of a token beyond the trained window to that without a patch."""
+REMAPS = ("self_extend", "rerope", "string", "jet_long", "near_far", "dual_chunk", "sinks")
+"""Methods that rotate distant pairs in another way."""
 WITHIN = 1.03
 """The highest ratio within it, where nothing is turned."""
 
@@ -134,6 +136,33 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
         within = context + STEPS <= window
         name = f"dynamic_ntk, 135M: time of a token {'within the window' if within else f'after {context}'}"
         yield row(name, peer, "s", *times, target=WITHIN if within else TARGET)
+
+
+@torch.no_grad()
+def changed_positions(
+    repetitions: int, window: int = 4096, context: int = 8192, methods: tuple[str, ...] = REMAPS
+) -> Iterator[Row]:
+    """Tokens after twice the window, with changed positions: their time and bytes.
+
+    The cache is a `DynamicCache`; for `sinks`, the bounded one too.
+    """
+    stock = real_shape(window)
+    for method in methods:
+        lm = patched(stock, 2 * context, method)
+        caches = {"": filled(lm, context)}
+        if method == "sinks":
+            text = document(context, 4096).input_ids[None].to(lm.device)
+            bounded = caches[", sink_cache"] = rx.sink_cache(lm)
+            lm(text, past_key_values=bounded, logits_to_keep=1)
+        for name, ours in caches.items():
+            theirs = filled(stock, context)
+            times = seconds((lm, stock), (ours, theirs), repetitions)
+            yield row(
+                f"{method}{name}: cache at {context} tokens", "unpatched", "B",
+                tensors_of(ours), tensors_of(theirs),
+            )  # fmt: skip
+            what = f"{method}{name}, 135M: time of a token after {context}"
+            yield row(what, "unpatched", "s", *times, target=TARGET)
 
 
 def linear_attention(repetitions: int) -> Iterator[Row]:

@@ -19,13 +19,12 @@ import measuring
 import torch
 import transformers
 from bias_cost import attention_biases
-from decoding import dynamic_cache, linear_attention
+from decoding import changed_positions, dynamic_cache, linear_attention
 from evaluator import evaluator_8b, evaluator_agreement, evaluator_memory, whole_curve
 from interpolation import interpolation_curve
 from kernel_cost import attention_kernels
 from measuring import Row, device_name
 from patched_forward import patched_forward
-from remap_cost import changed_positions
 from remap_prefill import changed_positions_prefill
 from training_cost import packed_documents, training_8b, training_loss, training_step
 

@@ -41,11 +41,7 @@ LIGHT = [
     ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),
     ("generate model --file book.txt --method yran", 2, "Did you mean 'yarn'"),
     ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
-    (
-        f"finetune {MODEL_DIR} --data bok.txt --output o --target-length 4k",
-        2,
-        "no file matches 'bok.txt'",
-    ),
+    (f"finetune {MODEL_DIR} --data bok.txt --output o --target-length 4k", 2, "no file matches 'bok.txt'"),
     ("finetune --model m --data d --output o --target-length 4k --method yran", 2, "Did you mean 'yarn'"),
     ("finetune --model m --data d --output o --target-length 4k --steps ten", 2, "steps must be"),
     ("finetune --model m --limit-memory 24", 2, "with its unit"),

@@ -70,23 +70,6 @@ def test_held_out_documents_are_measured_under_both_lists() -> None:
     assert abs(float(expected.mean() - one_list.mean())) > 10 * logit_tolerance(expected)
 
 
-def test_a_candidate_is_measured_once_on_each_document() -> None:
-    model, texts = tiny_llama().eval(), documents(2)
-    space = Space(rx.info(model).shape, TARGET, 1.25)
-    evaluator = Evaluator(model, texts, settings(), space)
-    table = space.table([1.0] * space.pairs)
-    forwards: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    first = evaluator.scores([table], 1)
-    assert len(forwards) == 1
-    both = evaluator.scores([table, table])
-    assert len(forwards) == 2
-    assert evaluator.scores([table]) == both[:1]
-    assert evaluator.scores([table], 1) == first
-    assert (len(forwards), evaluator.passes) == (2, 2)
-    handle.remove()
-
-
 def test_a_loss_that_is_no_number_is_the_worst_and_stays_in_the_log(tmp_path: Path) -> None:
     for nothing in ("nan", "inf"):
         assert score([{8: Loss(float(nothing), 4)}], [8]) == float("inf")
