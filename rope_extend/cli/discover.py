@@ -171,7 +171,13 @@ def doctor(arguments: argparse.Namespace) -> None:
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=checkpoint, help="a run of finetune, a checkpoint's directory, or a hub id")
-    add("--file", type=path, required=True, metavar="FILE", help="long text, in UTF-8")
+    add(
+        "--file",
+        type=path,
+        required=True,
+        metavar="FILE",
+        help="long text, in UTF-8, also compressed (.gz, .bz2, .xz)",
+    )
     add("--ask", metavar="QUESTION", help="question after the text (default: continue the text)")
     text = "longest answer in tokens (default: 200)"
     add("--max-new-tokens", type=length, default=200, metavar="N", help=text)
