@@ -72,8 +72,9 @@ class Parser(argparse.ArgumentParser):
 
 def _item(action: argparse.Action) -> Callable[[str], object] | None:
     """What refuses a word that is no value of a list; None for an argument that is no list."""
-    own = {methods: method_item, lengths: parse_length}.get(action.type)  # type: ignore[call-overload]
-    return own or getattr(action, "item", None)
+    if action.type is methods:
+        return method_item
+    return parse_length if action.type is lengths else getattr(action, "item", None)
 
 
 def _joined(words: Sequence[str], items: Mapping[str, Callable[[str], object]]) -> list[str]:

@@ -21,9 +21,8 @@ from rope_extend.cli.arguments import (
     size,
 )
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.load_choices import DTYPES
 from rope_extend.models.locating import check_checkpoint
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _merge_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,10 +46,7 @@ _TIMEOUT = 10.0
 """Seconds to wait for the hub's answer."""
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
-_BUNDLED: dict[str | Path, Callable[[], list[Path]]] = {
-    "demo:finetuning": finetuning_files,
-    "demo:evaluation": evaluation_files,
-}
+_BUNDLED = {"demo:finetuning": finetuning_files, "demo:evaluation": evaluation_files}
 """Sources by name: parts of the standard library, whose directory differs between installations."""
 
 Source = str | Path | Sequence[str | Path]
@@ -60,22 +57,9 @@ def describe_source(source: Source) -> str:
     return repr(str(source)) if isinstance(source, str | Path) else f"{len(source)} sources"
 
 
-def _with_bundled_files(source: Source) -> Source:
-    """Replace the names of bundled sources by their files."""
-    names = [source] if isinstance(source, str | Path) else list(source)
-    for name in names:
-        if str(name).startswith("demo:") and name not in _BUNDLED:
-            raise RopeExtendError(
-                f"{str(name)!r} is no text of the package; there are {', '.join(map(str, _BUNDLED))}"
-            )
-    if not any(name in _BUNDLED for name in names):
-        return source
-    return [path for name in names for path in (_BUNDLED[name]() if name in _BUNDLED else [name])]
-
-
 def is_dataset(source: str) -> bool:
     """Whether a source is a dataset on the hub, which has splits."""
-    return source not in _BUNDLED and not _is_path(source)
+    return not _is_path(source)
 
 
 def source_files(source: Source) -> dict[Path, str]:
@@ -84,7 +68,6 @@ def source_files(source: Source) -> dict[Path, str]:
     Raises:
         RopeExtendError: there is nothing to read.
     """
-    source = _with_bundled_files(source)
     if isinstance(source, str) and is_dataset(source):
         return {}
     entries = [source] if isinstance(source, str | Path) else source
@@ -244,6 +227,10 @@ def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:
     """Every file that `source` names, sorted, as an absolute path and a short name; at least one."""
+    if (name := str(source)).startswith("demo:"):
+        if name not in _BUNDLED:
+            raise RopeExtendError(f"{name!r} is no text of the package; there are {', '.join(_BUNDLED)}")
+        return [(path.absolute(), path.name) for path in _BUNDLED[name]()]
     path = Path(expand_home(source))
     if os.path.isfile(path):  # unlike the method, not an error for a name that no file can have
         return [(path.absolute(), path.name)]
