@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,15 +105,7 @@ class Space:
         Raises:
             RopeExtendError: as `check`.
         """
-        steps = [min(self.largest, max(STEP, round(divisor * STEP))) for divisor in divisors]
-        return self.from_steps(steps, attention_factor, start_tokens)
-
-    def from_steps(self, steps: Sequence[int], attention_factor: float = 1.0, start_tokens: int = 0) -> Table:
-        """The candidate with these divisors, in hundredths.
-
-        Raises:
-            RopeExtendError: as `check`.
-        """
+        steps = (min(self.largest, max(STEP, round(divisor * STEP))) for divisor in divisors)
         # Rounded, because a factor with all its digits would make equal candidates differ.
         table = Table(tuple(step / STEP for step in steps), start_tokens, round(attention_factor, 4))
         self.check(table)

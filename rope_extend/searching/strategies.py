@@ -11,7 +11,6 @@ mutated divisor is drawn between its neighbours here, as in the authors' code.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -89,16 +88,16 @@ def _mutant(table: Table, space: Space, config: SearchConfig, rng: random.Random
     start = table.start_tokens
     if config.start_tokens and rng.random() < config.probability:
         start = rng.choice(START_TOKENS)
-    return space.from_steps(steps, table.attention_factor, start)
+    return space.table([step / STEP for step in steps], table.attention_factor, start)
 
 
 def _crossover(first: Table, second: Table, space: Space, rng: random.Random) -> Table | None:
     """Each divisor, and the start tokens, from either parent; None if the divisors are not monotone."""
-    steps = [rng.choice(pair) for pair in zip(steps_of(first), steps_of(second), strict=True)]
+    divisors = [rng.choice(pair) for pair in zip(first.divisors, second.divisors, strict=True)]
     start = rng.choice((first.start_tokens, second.start_tokens))
-    if any(low > high for low, high in itertools.pairwise(steps)):
+    if divisors != sorted(divisors):
         return None
-    return space.from_steps(steps, first.attention_factor, start)
+    return space.table(divisors, first.attention_factor, start)
 
 
 def _new_mutant(parent: Table, search: Evaluator, known: set[Table]) -> Table:
