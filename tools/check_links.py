@@ -14,7 +14,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -55,20 +54,6 @@ def answer(url: str) -> str:
         return str(getattr(error, "reason", error)) or type(error).__name__
 
 
-def report(found: Mapping[str, list[str]], check: Callable[[str], str]) -> int:
-    """Open each link, print a line for each, and return how many are wrong."""
-    wrong = 0
-    for url, files in found.items():
-        problem = check(url)
-        wrong += bool(problem)
-        print(
-            f"{'WRONG' if problem else 'ok':<6}{url}"
-            + (f": {problem}; in {', '.join(files)}" if problem else "")
-        )
-    print(f"\n{wrong} of {len(found)} links are wrong")
-    return wrong
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,4 +63,10 @@ if __name__ == "__main__":
     if parser.parse_args().list:
         print("\n".join(every))
         sys.exit(0)
-    sys.exit(1 if report(every, answer) else 0)
+    wrong = 0
+    for url, names in every.items():
+        problem = answer(url)
+        wrong += bool(problem)
+        print(f"WRONG {url}: {problem}; in {', '.join(names)}" if problem else f"ok    {url}", flush=True)
+    print(f"\n{wrong} of {len(every)} links are wrong")
+    sys.exit(wrong > 0)
