@@ -46,7 +46,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "metrics._not_a_link": None,  # the same
     },
     "data": {
-        "token_cache.TokenCache.get": "data/test_token_cache.py::test_keys_differ_where_texts_or",
+        "token_cache.cached": "data/test_token_cache.py::test_keys_differ_where_texts_or",
         # A run knows its data by a fingerprint of all tokens.
         "bundled._held_out": None,
         "bundled.read_text": None,
