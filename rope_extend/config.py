@@ -240,13 +240,9 @@ def _plain(value: Any) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
-    """Add one `--flag` per field of `cls`, in a group of their own.
+    """Add one `--flag` per field of `cls`, under the headings of `cls.groups`.
 
     Every flag defaults to None, which means that it was not given: the file or the field's default applies.
-
-    Args:
-        parser: where the flags go.
-        cls: the settings.
     """
     first = parser.add_argument_group(cls.label, "each flag replaces the value of the YAML file")
     headings = {name: heading for heading, names in cls.groups.items() for name in names}
