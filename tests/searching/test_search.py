@@ -83,6 +83,7 @@ def test_texts_within_the_trained_window_may_keep_plain_rope(work: Path) -> None
     result = rx.search(settings(work, None, short="original", **SMALL), progress=False)
     assert result.encoding.long_factor == result.table.divisors
     assert result.encoding.depends_on_length
+    assert r"- \# a \| \<b\>" in replace(result, holdout=["# a | <b>"]).card()
 
 
 def test_other_commands_take_the_directory(work: Path, searched: Path) -> None:
