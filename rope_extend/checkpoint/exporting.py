@@ -18,12 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoConfig
+from torch import nn
 
 from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.manifest import locate, read_json
 from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
@@ -37,7 +36,8 @@ from rope_extend.files import expand_home, write_json
 from rope_extend.models.checkpoint_directory import CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.config_facts import CONFIG_RECORD, ORIGINAL_WINDOW
 from rope_extend.models.families import family_for
-from rope_extend.models.loading import empty_model, one_error, pretrained
+from rope_extend.models.loading import empty_model, one_error
+from rope_extend.models.locating import local_directory
 from rope_extend.models.rotary_tables import has_tables_of, rotary_tables
 from rope_extend.models.stock_config import latent_attention, with_carried
 
@@ -148,18 +148,14 @@ def _checked_form(record: Record, target: Path, to: str, file: Path | None) -> S
 def _export_config(source: Path, staging: Path, record: Record, form: Support) -> None:
     """Fill a directory with the checkpoint's files and a config in the target's form."""
     assert form.form is not None
-    data = plain_config(read_json(source / "config.json"))
-    pairs = _stock_pairs(source)
-    with one_error(f"{source / 'config.json'} is damaged"):
-        config = pretrained(AutoConfig, str(source))
-        configs = [_with_form(data, config, form.form)]
-    if form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
-        configs.insert(0, data)  # the saved config also has the family's own settings
-    for values in configs:
-        write_json(staging / "config.json", values)
-        if _stock_computes(staging, record, pairs, as_saved=values is data):
-            break
-    else:
+    values = plain_config(read_json(source / CONFIG))
+    # What `save` wrote for stock transformers also has the family's own settings.
+    as_saved = form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default"
+    with one_error(f"{source / CONFIG} is damaged"):
+        model = empty_model(str(source))
+        values = values if as_saved else _with_form(values, model.config, form.form)
+    write_json(staging / CONFIG, values)
+    if not _stock_computes(staging, record, stock_pairs(model), as_saved=as_saved):
         raise RopeExtendError(
             f"{record.encoding} cannot be exported to {form.target}: the config of this {record.model_type} "
             f"model does not hold its table {form.reason}; {_LOAD}"
@@ -202,9 +198,9 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     return result
 
 
-def _stock_pairs(directory: Path) -> list[int]:
-    """The number of pairs of each rotary module, including pairs with frequency zero."""
-    return [len(table) for table, _ in rotary_tables(empty_model(str(directory)), 1)]
+def stock_pairs(model: nn.Module) -> list[int]:
+    """The number of pairs of each rotary module of a model, including pairs with frequency zero."""
+    return [len(table) for table, _ in rotary_tables(model, 1)]
 
 
 def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_saved: bool) -> bool:
@@ -219,7 +215,7 @@ def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_sav
         model = empty_model(str(directory))
         if not as_saved and latent_attention(model):
             return False
-        return _stock_pairs(directory) == pairs and has_tables_of(model, encoding, record.shape, lengths)
+        return stock_pairs(model) == pairs and has_tables_of(model, encoding, record.shape, lengths)
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         logger.debug("stock transformers does not accept the config in %s: %s", directory, error)
         return False

@@ -21,13 +21,14 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
 from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, PLUGIN, support
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checkpoint.exporting import _stock_computes, _stock_pairs, _with_form, export
+from rope_extend.checkpoint.exporting import _stock_computes, _with_form, export, stock_pairs
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.saving import save
 from rope_extend.cli.main import main
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.models.config_facts import rotary_part
+from rope_extend.models.loading import empty_model
 from rope_extend.models.rotary_tables import shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
@@ -159,7 +160,7 @@ def test_a_form_that_changes_the_scale_of_logits_is_refused(tmp_path: Path) -> N
     """In DeepSeek's families, it follows from the rotary parameters: equal tables are not enough."""
     for model_type in ("llama", "deepseek_v3"):
         directory, _ = saved(tmp_path / model_type, ROWS["linear"], model_type)
-        record, pairs = read_record(directory), _stock_pairs(directory)
+        record, pairs = read_record(directory), stock_pairs(empty_model(str(directory)))
         assert _stock_computes(directory, record, pairs, as_saved=True)
         assert _stock_computes(directory, record, pairs, as_saved=False) == (model_type == "llama")
 
