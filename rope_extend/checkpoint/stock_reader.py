@@ -6,14 +6,13 @@ nothing from its own package.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Inputs = Mapping[str, tuple[Any, Any]]
-"""`(token ids [T], positions [T])` of each tested piece of text, by name."""
+Inputs = Mapping[str, Any]
+"""Token ids and positions `[2, T]` of each tested piece of text, by name."""
 
 
 def bar() -> None:
@@ -28,10 +27,10 @@ def logits(model: Any, inputs: Inputs) -> dict[str, Any]:
     with torch.inference_mode():
         return {
             name: model(
-                input_ids=ids[None],
+                input_ids=ids[None].long(),
                 position_ids=positions[None],
                 # Without a mask, transformers treats positions with gaps as packed texts.
-                attention_mask=torch.ones_like(ids[None]),
+                attention_mask=torch.ones_like(ids[None]).long(),
                 use_cache=False,
             ).logits[0].float().contiguous()
             for name, (ids, positions) in inputs.items()
@@ -39,7 +38,7 @@ def logits(model: Any, inputs: Inputs) -> dict[str, Any]:
 
 
 def main(directory: str, work: Path, threads: int) -> None:
-    """Write the logits of the inputs in `work`, or the error on loading the checkpoint as `error.json`."""
+    """Write the logits of the inputs in `work`, or the error on loading the checkpoint as `error`."""
     bar()
     import torch
     import transformers
@@ -59,12 +58,9 @@ def main(directory: str, work: Path, threads: int) -> None:
         if initialised := sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"]))):
             raise ValueError(f"the files have no weights for {initialised[0]}")
     except Exception as raised:  # any error is the answer
-        (work / "error.json").write_text(json.dumps(f"{type(raised).__name__}: {raised}".strip()))
+        (work / "error").write_text(f"{type(raised).__name__}: {raised}".strip(), encoding="utf-8")
         return
-    tensors = load_file(work / "inputs")
-    names = [name.removeprefix("ids.") for name in tensors if name.startswith("ids.")]
-    inputs = {name: (tensors[f"ids.{name}"], tensors[f"positions.{name}"]) for name in names}
-    save_file(logits(model.eval(), inputs), work / "logits")
+    save_file(logits(model.eval(), load_file(work / "inputs")), work / "logits")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -147,7 +146,7 @@ def verify(
 
 
 def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:
-    """`(token ids [T], positions [T])` of each tested piece of text, by name; the same in every call.
+    """Token ids and positions `[2, T]` of each tested piece of text, by name; the same in every call.
 
     A window of any length needs only a few hundred tokens, because the positions are passed explicitly.
     """
@@ -162,7 +161,7 @@ def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:
     }
     generator = torch.Generator().manual_seed(0)
     return {
-        name: (torch.randint(vocabulary, positions.shape, generator=generator), positions)
+        name: torch.stack([torch.randint(vocabulary, positions.shape, generator=generator), positions])
         for name, positions in spans.items()
     }
 
@@ -186,8 +185,6 @@ def _reference(reference: nn.Module | str | PathLike[str], base_model: str | Non
 
 def _stock_logits(directory: Path, inputs: Inputs) -> dict[str, Tensor] | str:
     """Logits of a checkpoint in a new process without rope_extend, or its error message."""
-    tensors = {f"ids.{name}": ids for name, (ids, _) in inputs.items()}
-    tensors |= {f"positions.{name}": positions for name, (_, positions) in inputs.items()}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same libraries as here
@@ -197,13 +194,13 @@ def _stock_logits(directory: Path, inputs: Inputs) -> dict[str, Tensor] | str:
     try:
         with TemporaryDirectory(prefix="rope-extend-verify-") as name:
             work = Path(name)
-            save_file(tensors, work / "inputs")
+            save_file(dict(inputs), work / "inputs")
             # -P: the directory of the script belongs to this package and stays off the path.
             command = [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(directory.resolve())]
             command += [name, str(torch.get_num_threads())]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if (work / "error.json").exists():
-                return str(json.loads((work / "error.json").read_text(encoding="utf-8")))
+            if (work / "error").exists():
+                return (work / "error").read_text(encoding="utf-8")
             if done.returncode or not (work / "logits").exists():
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
@@ -258,8 +255,8 @@ def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> dic
     for shared in (True, False):  # the same error at all positions, then one for each
         moved = {}
         for name, (ids, positions) in inputs.items():
-            signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
-            moved[name] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
+            signs = 1.0 if shared else 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
+            moved[name] = torch.stack([ids.double(), positions.double() * (1 + _ANGLE_ERROR * signs)])
         for name, moved_logits in logits(model, moved).items():
             found[name] = max(float((moved_logits - expected[name]).abs().max()), found[name])
     return found
