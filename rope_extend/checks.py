@@ -49,7 +49,7 @@ class Kind:
             return self.parse(value)
         except (ValueError, TypeError, OverflowError):
             raise RopeExtendError(
-                f"{owner}: {field} must be {self.expected}; got {value!r} ({type(value).__name__})"
+                f"{owner}: {field} must be {self.expected}; got {value!r:.200} ({type(value).__name__})"
             ) from None  # the error of `parse` says less
 
 
@@ -105,6 +105,16 @@ def require(ok: bool) -> None:
     """
     if not ok:
         raise ValueError
+
+
+def such(expected: str, is_value: Callable[[Any], bool]) -> Kind:
+    """The values that pass a test, unchanged; `expected` says in words which."""
+
+    def parse(value: Any) -> Any:
+        require(is_value(value))
+        return value
+
+    return Kind(expected, parse)
 
 
 def whole(minimum: int, maximum: int | None = None, of: str = "") -> Kind:

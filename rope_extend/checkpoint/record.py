@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from packaging.version import InvalidVersion, Version
 from torch import nn
@@ -21,6 +21,7 @@ from rope_extend.checkpoint.manifest import config_digests, locate, read_json, w
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
+from rope_extend.checks import Checked, such, whole
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_json
@@ -41,14 +42,16 @@ _ADDED = frozenset({"base_revision"})
 ADAPTER_MARK = "rope_extend"
 """The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with. It is the one
 part of that config which peft keeps unchanged, and for a model with a task type, nothing else uses it."""
-_LONGEST_NAME = 4096
-"""The longest path that Linux takes."""
-
-_TYPES: dict[str, Any] = {
-    "shape": dict, "target_length": int, "model_type": str, "base_model": str | None,
-    "base_revision": str | None, "base_fingerprint": str | None, "weights": dict, "configs": dict,
-    "versions": dict,
-}  # fmt: skip
+_TEXT = such("text", lambda value: isinstance(value, str))
+_NAME = such("a name that a model can have", lambda value: _is_name(value))
+_REVISION = such("a branch, tag or commit", lambda value: _is_name(value) and ".." not in value)
+_MAPPING = such("a mapping", lambda value: isinstance(value, dict))
+_DIGESTS = such(
+    "SHA-256 digests by file name",
+    lambda value: (
+        isinstance(value, dict) and all(re.fullmatch("[0-9a-f]{64}", str(each)) for each in value.values())
+    ),
+)
 
 
 @cache
@@ -58,7 +61,7 @@ def checkpoint_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Checked):
     """The contents of `rope_extend.json`: a checkpoint's position encoding, and what it was made from.
 
     Attributes:
@@ -79,14 +82,14 @@ class Record:
 
     encoding: Encoding
     shape: RopeShape
-    target_length: int
-    model_type: str
-    base_model: str | None
-    base_fingerprint: str | None = None
-    base_revision: str | None = None
-    weights: dict[str, str] = field(default_factory=dict)
-    configs: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: dict(checkpoint_versions()))
+    target_length: Annotated[int, whole(1)]
+    model_type: Annotated[str, _TEXT]
+    base_model: Annotated[str | None, _NAME] = None
+    base_fingerprint: Annotated[str | None, _TEXT] = None
+    base_revision: Annotated[str | None, _REVISION] = None
+    weights: Annotated[dict[str, str], _DIGESTS] = field(default_factory=dict)
+    configs: Annotated[dict[str, str], _DIGESTS] = field(default_factory=dict)
+    versions: Annotated[dict[str, str], _MAPPING] = field(default_factory=lambda: dict(checkpoint_versions()))
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
@@ -176,28 +179,20 @@ class Record:
                 "them; update rope_extend",
                 writer, unknown,
             )  # fmt: skip
-        data = {"base_revision": None, **{key: value for key, value in data.items() if key in keys}}
-        for key, kinds in _TYPES.items():
-            if not isinstance(data[key], kinds) or isinstance(data[key], bool):
-                raise RopeExtendError(f"{key} is {data[key]!r}")
-        for key in ("weights", "configs"):
-            if not all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in data[key].values()):
-                raise RopeExtendError(f"{key} is {data[key]!r}, not SHA-256 digests by file name")
-        for key in ("base_model", "base_revision"):
-            name = data[key] or ""
-            if len(name) > _LONGEST_NAME or "\0" in name or (key == "base_revision" and ".." in name):
-                raise RopeExtendError(f"{key} is {name[:40]!r}..., which no model or revision can be called")
-        if data["target_length"] < 1:
-            raise RopeExtendError(f"target_length is {data['target_length']}")
+        data = {key: value for key, value in data.items() if key in keys}
         try:
-            shape, encoding = RopeShape(**data["shape"]), Encoding.from_dict(data["encoding"])
+            data |= {"encoding": Encoding.from_dict(data["encoding"]), "shape": RopeShape(**data["shape"])}
         except RopeExtendError:
             raise
         except Exception as error:  # values of types that no encoding checks for
             raise RopeExtendError(
                 f"shape is {data['shape']!r}, encoding is {data['encoding']!r}: {error}"
             ) from error
-        return cls(**{**data, "encoding": encoding, "shape": shape})
+        return cls(**data)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 4096 and "\0" not in value
 
 
 def _is_newer(writer: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_extend.checks import number, whole
+from rope_extend.checks import Kind, number, require, such, whole
 from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 
@@ -181,62 +181,40 @@ def field_value(field: Any, *, raw: bool = False) -> Any:
     return values if skipped else values[0]
 
 
-Check = Callable[[str, str, Any], Any]
+def _text(longest: int) -> Kind:
+    expected = f"a text of at most {longest} characters"
+    return such(expected, lambda value: isinstance(value, str) and len(value) <= longest)
 
 
-def _text(longest: int) -> Check:
-    def check(owner: str, field: str, value: Any) -> str:
-        if not isinstance(value, str) or len(value) > longest:
-            raise RopeExtendError(f"{owner}: {field} must be a text of at most {longest} characters")
-        return value
+def _each(kind: Kind) -> Kind:
+    def parse(values: Any) -> list[Any]:
+        require(isinstance(values, list))
+        return [*map(kind.parse, values)]
 
-    return check
-
-
-def _name(owner: str, field: str, value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII):
-        raise RopeExtendError(f"{owner}: {field} must be a short name, got {str(value)[:64]!r}")
-    return value
+    return Kind(f"{kind.expected}, for each item of a list", parse)
 
 
-def _each(check: Check) -> Check:
-    def check_list(owner: str, field: str, values: Any) -> list[Any]:
-        if not isinstance(values, list):
-            raise RopeExtendError(f"{owner}: {field} must be a list")
-        return [check(owner, field, value) for value in values]
-
-    return check_list
-
-
-def _flag(owner: str, field: str, value: Any) -> bool:
-    if value not in (False, True):
-        raise RopeExtendError(f"{owner}: {field} must be true or false")
-    return bool(value)
-
-
-def _factor(owner: str, field: str, value: Any) -> float:
-    """Of an extension; llama.cpp takes 0 for none."""
-    return 0.0 if value == 0 else number(1, MAX_FACTOR)(owner, field, value)
-
-
+_NAME = such("a short name", lambda value: re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None)
+_FLAG = such("true or false", lambda value: value in (False, True))
+_FACTOR = such("0 or a factor", lambda value: value == 0 or number(1, MAX_FACTOR).parse(value) >= 1)
 _COUNT, _EPSILON, _SCALE = whole(0, 2**32 - 1), number(0, 1, above=True), number(0, MAX_FACTOR)
-_KEYS: Mapping[str, Check] = {
-    "general.architecture": _name, "general.type": _name, "general.name": _text(10_000),
+_KEYS: Mapping[str, Kind] = {
+    "general.architecture": _NAME, "general.type": _NAME, "general.name": _text(10_000),
     "general.alignment": whole(1, 2**20), "split.count": _COUNT,
-    "tokenizer.ggml.model": _name, "tokenizer.ggml.pre": _name,
+    "tokenizer.ggml.model": _NAME, "tokenizer.ggml.pre": _NAME,
     "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _each(_text(1024)),
     "tokenizer.ggml.merges": _each(_text(2048)), "tokenizer.ggml.scores": _each(number(-1e30)),
-    "tokenizer.ggml.token_type": _each(_COUNT), "tokenizer.ggml.add_bos_token": _flag,
-    "tokenizer.ggml.add_eos_token": _flag, "tokenizer.ggml.add_space_prefix": _flag,
+    "tokenizer.ggml.token_type": _each(_COUNT), "tokenizer.ggml.add_bos_token": _FLAG,
+    "tokenizer.ggml.add_eos_token": _FLAG, "tokenizer.ggml.add_space_prefix": _FLAG,
     **{f"tokenizer.ggml.{name}_token_id": _COUNT
        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }  # fmt: skip
 """The values of keys that are the same for all architectures."""
-_OF_ARCHITECTURE: Mapping[str, Check] = {
+_OF_ARCHITECTURE: Mapping[str, Kind] = {
     "context_length": whole(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
     "rope.dimension_count": whole(2, MAX_DIM),
     "rope.freq_base": number(1, above=True),
-    "rope.scale_linear": _factor, "rope.scaling.factor": _factor, "rope.scaling.type": _name,
+    "rope.scale_linear": _FACTOR, "rope.scaling.factor": _FACTOR, "rope.scaling.type": _NAME,
     "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
     "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
 }  # fmt: skip
@@ -276,7 +254,7 @@ def _check(path: Path, metadata: Metadata) -> None:
         )
     if not metadata.embeds:
         raise RopeExtendError(f"{path.name} holds no model: it lacks {_EMBEDDING}. {ADVICE}")
-    checks: dict[str, Check] = {**_OF_ARCHITECTURE, "block_count": whole(1, max(1, metadata.blocks))}
+    checks: dict[str, Kind] = {**_OF_ARCHITECTURE, "block_count": whole(1, max(1, metadata.blocks))}
     for key in _SIZES:
         size = whole(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
         by_layer = key in _BY_LAYER and isinstance(metadata.of_architecture(key), list)
@@ -285,10 +263,10 @@ def _check(path: Path, metadata: Metadata) -> None:
     _check_keys(path, dict.fromkeys(metadata.tables, _each(number(0, above=True))), metadata.tables)
 
 
-def _check_keys(path: Path, checks: Mapping[str, Check], keys: Mapping[str, Any]) -> None:
+def _check_keys(path: Path, checks: Mapping[str, Kind], keys: Mapping[str, Any]) -> None:
     try:
         for key, check in checks.items():
             if key in keys:
                 check(path.name, key, keys[key])
     except RopeExtendError as error:
-        raise RopeExtendError(f"{str(error)[:500]}. {ADVICE}") from error
+        raise RopeExtendError(f"{error}. {ADVICE}") from error
