@@ -91,9 +91,9 @@ class GuardedModel:
             RopeExtendError: the record is missing or damaged, the files are not those that were saved, or an
                 option selects other files.
         """
-        from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
         from rope_extend.checkpoint.restoring import apply_record, checked_record
         from rope_extend.models.loading import auto_class
+        from rope_extend.models.locating import hub_options, local_directory, refuse_other_files
 
         refuse_other_files(kwargs)
         directory = local_directory(name, **hub_options(kwargs))

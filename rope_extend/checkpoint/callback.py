@@ -16,15 +16,9 @@ from rope_extend.checkpoint.saving import recording, stock_save
 from rope_extend.data.given_blocks import check_batches
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
-from rope_extend.models.checkpoint_directory import RECORD_NAME
+from rope_extend.models.checkpoint_directory import LEARNED_FILE, RECORD_NAME
 from rope_extend.models.decoders import unwrap
-from rope_extend.models.parameters import (
-    LEARNED_FILE,
-    current_learned,
-    read_learned,
-    train_learned,
-    write_learned,
-)
+from rope_extend.models.parameters import current_learned, read_learned, train_learned, write_learned
 
 logger = logging.getLogger(__name__)
 

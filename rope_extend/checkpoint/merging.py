@@ -19,7 +19,6 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from rope_extend.checkpoint.card import add_card
-from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.manifest import check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
@@ -31,7 +30,7 @@ from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, NOTICES, is_adapter, matches
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import one_error, pretrained
-from rope_extend.models.locating import GGUF
+from rope_extend.models.locating import GGUF, local_directory
 from rope_extend.models.parameters import is_learned
 
 logger = logging.getLogger(__name__)

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from transformers.utils import cached_file
 
-from rope_extend.checkpoint.hub import base_name, local_directory
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import apply_record, load
 from rope_extend.files import expand_home
-from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, RECORD_NAME
+from rope_extend.models.checkpoint_directory import (
+    ADAPTER_CONFIG,
+    RECORD_NAME,
+    TOKENIZER_CONFIG,
+    is_adapter,
+    is_recorded,
+)
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
-from rope_extend.models.locating import check_checkpoint
+from rope_extend.models.locating import base_name, local_directory
 from rope_extend.models.processes import process_count
 
 
@@ -48,11 +52,10 @@ def load_any(
     if options is None:
         spread = torch.cuda.device_count() > 1 and process_count() == 1
         options = LoadOptions(device_map="auto" if spread else None)
-    record = _record(name)
+    directory, record = _recorded(name)
     if record is None:
         return options.empty(name) if empty else options.load(name)
-    adapter = _file(name, ADAPTER_CONFIG) is not None
-    source = base_name(*record.base(Path(name), base_model)) if adapter else str(local_directory(name))
+    source = base_name(*record.base(directory, base_model)) if is_adapter(directory) else name
     if not empty:
         return load(name, base_model=base_model, **options.arguments(source))
     model = options.empty(source)
@@ -67,9 +70,9 @@ def load_tokenizer(name: str | PathLike[str]) -> Any:
         RopeExtendError: there is no such model, or it has no tokenizer.
     """
     name = expand_home(name)
-    record = _record(name)
-    if record is not None and _file(name, "tokenizer_config.json") is None:
-        name = base_name(*record.base(Path(name)))
+    directory, record = _recorded(name)
+    if record is not None and not (directory / TOKENIZER_CONFIG).exists():
+        name = base_name(*record.base(directory))
     return pretrained(AutoTokenizer, name)
 
 
@@ -80,24 +83,16 @@ def base_model_of(name: str | PathLike[str]) -> str:
         RopeExtendError: there is no such model, or its record names no base model.
     """
     name = expand_home(name)
-    record = _record(name)
-    return name if record is None else base_name(*record.base(Path(name)))
+    directory, record = _recorded(name)
+    return name if record is None else base_name(*record.base(directory))
 
 
-def _record(name: str) -> Record | None:
-    """The record of a checkpoint; None for one that rope_extend did not write, unless it is an adapter."""
-    check_checkpoint(name)
-    files = [file for each in (RECORD_NAME, ADAPTER_CONFIG) if (file := _file(name, each)) is not None]
-    return read_record(files[0].parent) if files else None
+def _recorded(name: str) -> tuple[Path, Record | None]:
+    """A checkpoint's directory, without weights if it is on the hub, and the record in it.
 
-
-def _file(name: str, file: str) -> Path | None:
-    """A file of a checkpoint, alone downloaded from the hub; None if the checkpoint has no such file."""
-    if Path(name).exists():
-        path = Path(name) / file
-        return path if path.exists() else None
-    found = cached_file(
-        name, file, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )  # fmt: skip
-    return None if found is None else Path(found)
+    The record is None for a model that rope_extend did not write; an adapter must have one.
+    """
+    patterns = [RECORD_NAME, ADAPTER_CONFIG, TOKENIZER_CONFIG]
+    directory = local_directory(name, allow_patterns=patterns)
+    known = is_recorded(directory) or is_adapter(directory)
+    return directory, read_record(directory) if known else None

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
 from rope_extend.checkpoint.manifest import check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import changes_base, held_weights, is_peft_model
@@ -28,6 +27,7 @@ from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import (
     ADAPTER_CONFIG,
     CONFIG,
+    LEARNED_FILE,
     RECORD_NAME,
     is_adapter,
     is_model,
@@ -35,8 +35,8 @@ from rope_extend.models.checkpoint_directory import (
 )
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
-from rope_extend.models.locating import ACCESS
-from rope_extend.models.parameters import LEARNED_FILE, is_learned, learned_parameters, read_learned
+from rope_extend.models.locating import ACCESS, hub_options, local_directory, refuse_other_files
+from rope_extend.models.parameters import is_learned, learned_parameters, read_learned
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.patching import Patch, current_patch, patch_model
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rope_extend.checkpoint.hub import base_name
 from rope_extend.checkpoint.restoring import checked_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import generate
@@ -22,6 +21,7 @@ from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
+from rope_extend.models.locating import base_name
 from rope_extend.patching import current_patch
 from rope_extend.units import format_length
 

@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from rope_extend.models.parameters import LEARNED_FILE
-
 CONFIG, ADAPTER_CONFIG, RECORD_NAME = "config.json", "adapter_config.json", "rope_extend.json"
+LEARNED_FILE = "encoding.safetensors"
+"""What an encoding has learned."""
 ADAPTER_WEIGHTS, INDEX_NAME = "adapter_model.safetensors", "model.safetensors.index.json"
-CARD_NAME = "README.md"
+CARD_NAME, TOKENIZER_CONFIG = "README.md", "tokenizer_config.json"
 CONFIGS = (CONFIG, ADAPTER_CONFIG, INDEX_NAME)
 """The files that, together with the weights, decide what is computed."""
 

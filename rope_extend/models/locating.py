@@ -1,14 +1,19 @@
-"""Whether a checkpoint is a directory or a hub id, found out before transformers asks the network."""
+"""Where a checkpoint is: a directory, or a hub id, found out before transformers asks the network."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, DOWNLOADED
 
 GGUF = ".gguf"
 """The suffix of a model in one file of llama.cpp's."""
@@ -16,6 +21,8 @@ TIMEOUT = 10.0
 """Seconds to wait for the hub's answer; there is no second attempt."""
 ACCESS = ("revision", "token", "cache_dir", "local_files_only")
 """The options of `from_pretrained` that also apply to the question whether there is such a checkpoint."""
+_HUB_OPTIONS = (*ACCESS, "force_download")
+_OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
 
 def check_path(name: str) -> None:
@@ -64,7 +71,7 @@ def check_checkpoint(
         RepositoryNotFoundError,
     )
 
-    files = ("config.json", "adapter_config.json")
+    files = (CONFIG, ADAPTER_CONFIG)
     cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision) for file in files)
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
@@ -88,6 +95,77 @@ def check_checkpoint(
         raise RopeExtendError(
             f"{missing} the hub cannot be asked for a model of that name ({type(error).__name__}). "
             f"Check the path, or the network.{_nearest(name)}"
+        ) from error
+
+
+def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for `local_directory` among those for `from_pretrained`."""
+    return {name: options[name] for name in _HUB_OPTIONS if name in options}
+
+
+def refuse_other_files(options: Mapping[str, Any]) -> None:
+    """Refuse options for `from_pretrained` that select other weights than those next to the record."""
+    for name in _OTHER_FILES:
+        if options.get(name):
+            raise RopeExtendError(
+                f"{name}={options[name]!r} selects other weights than those that the record next to it "
+                f"describes. Leave {name} out, and give the directory that holds rope_extend.json"
+            )
+
+
+def local_directory(
+    name: str | PathLike[str], kind: str = "checkpoint", argument: str = "", **options: Any
+) -> Path:
+    """The directory of a checkpoint: `name` itself, or the cached snapshot of a hub id, downloaded if needed.
+
+    Args:
+        name: a directory or a hub id.
+        kind: a noun for the error message.
+        argument: the argument that sets it, for the error message.
+        options: options for `snapshot_download`, such as `revision` (see `hub_options`) or `allow_patterns`.
+
+    Raises:
+        RopeExtendError: there is no such checkpoint.
+    """
+    from huggingface_hub import snapshot_download
+
+    name = expand_home(name)
+    with _not_found(name, kind, argument):
+        if Path(name).exists():
+            return Path(name)
+        access = {key: options[key] for key in ACCESS if key in options}
+        check_checkpoint(name, **access)
+        return Path(snapshot_download(name, **{"allow_patterns": list(DOWNLOADED), **options}))
+
+
+def base_name(name: str, revision: str | None) -> str:
+    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision.
+
+    Args:
+        name: as `Record.base` returns it.
+        revision: the same.
+
+    Raises:
+        RopeExtendError: there is no such model.
+    """
+    if revision is not None:
+        return str(local_directory(name, "base model", "base_model=", revision=revision))
+    with _not_found(name, "base model", "base_model="):
+        check_checkpoint(name)
+    return name
+
+
+@contextmanager
+def _not_found(name: str, kind: str, argument: str) -> Iterator[None]:
+    """Say which argument gives what was not found."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
+        raise RopeExtendError(
+            f"cannot find the {kind} {name!r}: {advice} hub id, or a directory with a checkpoint"
         ) from error
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from rope_extend.encodings import Encoding, ModelShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.checkpoint_directory import LEARNED_FILE
 
-LEARNED_FILE = "encoding.safetensors"
-"""The file of a checkpoint that holds learned parameters."""
 LEARNED = "rope_extend_learned"
 """The attribute of a decoder that holds learned parameters while the patch is active."""
 _SHARED = "shared"

@@ -20,7 +20,8 @@ import rope_extend as rx
 from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record
 from rope_extend.encodings import ModelShape
-from rope_extend.models.parameters import LEARNED_FILE, learned_parameters
+from rope_extend.models.checkpoint_directory import LEARNED_FILE
+from rope_extend.models.parameters import learned_parameters
 
 IDS = torch.arange(100).remainder(61)[None]
 

@@ -15,7 +15,7 @@ from tolerances import assert_same_but_rounding
 
 import rope_extend as rx
 from rope_extend.encodings import encoding_classes, encoding_names, method_named
-from rope_extend.models.parameters import LEARNED_FILE
+from rope_extend.models.checkpoint_directory import LEARNED_FILE
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import checkpoints
