@@ -83,14 +83,11 @@ class RegisteringFinder(MetaPathFinder):
         """The spec of the other finders, with a loader that registers; None for any other module."""
         if fullname not in REGISTER:
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, type(self)) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                _register_after(spec, spec.loader)
-                return spec
-        return None
+        finders = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        if (spec := next(filter(None, specs), None)) is not None:
+            _register_after(spec, spec.loader)
+        return spec
 
 
 def _register_after(spec: ModuleSpec, loader: Any) -> None:

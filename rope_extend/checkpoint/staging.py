@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -150,22 +150,24 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
     if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint
         old.add(CARD_NAME)
     backup = target / f"{_REPLACED}{uuid4().hex[:8]}"
-    try:
+    with ExitStack() as undo:
+
+        def move(name: str, here: Path, there: Path) -> None:
+            undo.callback(_move_back, here / name, there / name)
+            os.replace(here / name, there / name)
+
         backup.mkdir()
+        undo.callback(backup.rmdir)
         for name in sorted(old, key=record_last, reverse=True):
-            os.replace(target / name, backup / name)
+            move(name, target, backup)
         for name in new:
-            os.replace(source / name, target / name)
+            move(name, source, target)
         flush(target)
-    except BaseException:
-        for name in new:
-            if os.path.lexists(target / name) and not os.path.lexists(source / name):
-                os.replace(target / name, source / name)
-        for name in sorted(old, key=record_last):
-            if os.path.lexists(backup / name):
-                os.replace(backup / name, target / name)
-        with suppress(OSError):  # it was not made
-            backup.rmdir()
-        raise
+        undo.pop_all()
     for path in target.glob(f"{_REPLACED}*"):  # also what an earlier save left that was killed
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _move_back(here: Path, there: Path) -> None:
+    if os.path.lexists(there) and not os.path.lexists(here):  # else it was not moved
+        os.replace(there, here)

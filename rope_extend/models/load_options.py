@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from rope_extend.checks import Checked, choice, such
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.config_facts import is_soft_capped
 from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
@@ -22,9 +23,14 @@ from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
 from rope_extend.models.loading import default_dtype, empty_model, pretrained
 from rope_extend.models.processes import process_count
 
+_DEVICE_MAP = such(
+    f"one of {', '.join(DEVICE_MAPS)}, or a mapping",
+    lambda value: isinstance(value, dict) or value in DEVICE_MAPS,
+)
+
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(Checked):
     """How a model is loaded. The defaults depend on the machine.
 
     Attributes:
@@ -45,27 +51,20 @@ class LoadOptions:
     """
 
     device: str | None = None
-    device_map: str | dict[str, Any] | None = None
+    device_map: Annotated[str | dict[str, Any] | None, _DEVICE_MAP] = None
     dtype: torch.dtype | None = None
-    attention: str | None = None
-    quantize: str | None = None
+    attention: Annotated[str | None, choice(*ATTENTION)] = None
+    quantize: Annotated[str | None, choice(*QUANTIZED)] = None
     limit_memory: int | None = None
     split_window: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.device is not None and self.device_map is not None:
             raise RopeExtendError(
                 f"device={self.device!r} and device_map={self.device_map!r} contradict each other; give "
                 "a device for the whole model or a device_map to spread it, not both"
             )
-        named = self.device_map if isinstance(self.device_map, str) else None
-        for name, value, known in (
-            ("device_map", named, DEVICE_MAPS),
-            ("attention", self.attention, ATTENTION),
-            ("quantize", self.quantize, QUANTIZED),
-        ):
-            if value is not None and value not in known:
-                raise RopeExtendError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.device_map is not None and process_count() > 1:
             raise RopeExtendError(
                 f"device_map spreads one model over all GPUs, which works in one process only; "
