@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import TARGET, llama
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -67,6 +68,11 @@ def contents(directory: Path) -> dict[str, Any]:
 def weights_of(directory: Path) -> Path:
     """One of the weight files of a directory."""
     return sorted([*directory.glob("model*.safetensors"), *directory.glob("adapter_model.safetensors")])[-1]
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the files of a full checkpoint."""
+    return {k: v for path in directory.glob("model*.safetensors") for k, v in load_file(path).items()}
 
 
 WAYS: dict[str, Callable[[Path, Path], Any]] = {

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
 from cases import FAMILIES, llama, tiny_model
 from integrity import each, extended, logits, refused, unsealed, weights_of, with_lora
-from peft import (
-    IA3Config,
-    LNTuningConfig,
-    LoraConfig,
-    PeftConfig,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -83,36 +73,3 @@ def test_an_adapter_whose_weights_are_renamed_on_loading_is_taken(tmp_path: Path
     save_file({**weights, f"{old}layers.0.self_attn.q_proj.lora_other": torch.ones(2, 32)}, path)
     with pytest.raises(RopeExtendError, match=r"does not fit.*layers.0.self_attn.q_proj.lora_other"):
         rx.load(directory)
-
-
-OTHER_ADAPTERS: dict[str, PeftConfig] = {
-    "dora": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], use_dora=True),
-    "embeddings": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens"], bias="all"),
-    "saved": LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"]
-    ),
-    "replicated": LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)]
-    ),
-    "parameters": LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"]
-    ),
-    "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[]),
-    "vera": VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
-    "norms": LNTuningConfig(task_type="CAUSAL_LM", target_modules=["norm"]),
-    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
-def test_an_adapter_of_any_kind_loads_with_all_its_weights(
-    checkpoints: Path, tmp_path: Path, kind: str
-) -> None:
-    model = extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base"))
-    adapted = get_peft_model(model, copy.deepcopy(OTHER_ADAPTERS[kind])).eval()
-    torch.manual_seed(1)
-    for weight in adapted.parameters():
-        if weight.requires_grad:
-            weight.data.add_(0.1 * torch.randn_like(weight))
-    expected = logits(adapted)
-    assert torch.equal(logits(rx.load(rx.save(adapted, tmp_path / "adapter"))), expected)

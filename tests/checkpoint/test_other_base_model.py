@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import COMMON, llama
-from integrity import IDS, RECORD, extended, logits, refused, rewritten, with_lora
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from integrity import RECORD, extended, logits, refused, rewritten, with_lora
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,31 +34,6 @@ def test_a_base_model_that_was_exchanged_under_its_name_is_refused(checkpoints: 
     for name in ("load", "merge", "export", "verify"):
         refused(adapter, r"was trained on .* has other weights", by=name)
     assert not torch.equal(logits(rx.load(adapter, check_base=False)), expected)
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora", "gaussian"])
-def test_an_adapter_that_changes_its_base_model_is_put_on_the_unchanged_one(
-    checkpoints: Path, tmp_path: Path, init: str
-) -> None:
-    """peft subtracts such adapters from the base model's weights, also on loading."""
-    model = extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base"))
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=init)
-    model = get_peft_model(model, config).eval()
-    torch.manual_seed(1)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data.add_(0.1 * torch.randn_like(weight))
-    adapter, expected = rx.save(model, tmp_path / "adapter"), logits(model)
-    assert_same_but_rounding(logits(rx.load(adapter)), expected)
-    merged = rx.merge(adapter, tmp_path / "merged")
-    assert_same_but_rounding(logits(rx.load(merged)), expected)
-    # The refusal comes after peft has changed the weights; they are restored.
-    other = llama()
-    other.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(RopeExtendError, match="has other weights"):
-        rx.load_adapter(other, adapter)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -150,74 +124,6 @@ def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:
     )
     for name in ("load", "merge", "export", "verify"):
         refused(adapter, r"rope_theta|theta=500000.0.*this one has", by=name)
-
-
-def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.Tensor]:
-    """An adapter that also trains some tokens, on a base model that it saves, and its logits."""
-    llama(**config).save_pretrained(where / "base")
-    model = extended(model=AutoModelForCausalLM.from_pretrained(where / "base"))
-    lora = LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False,
-        trainable_token_indices=indices,
-    )  # fmt: skip
-    adapted = get_peft_model(model, lora).eval()
-    torch.manual_seed(1)
-    for name, weight in adapted.named_parameters():
-        if "trainable_tokens_delta" in name:
-            weight.data.add_(torch.randn_like(weight))
-    return rx.save(adapted, where / "adapter"), logits(adapted)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}, {"lm_head": [3]}], ids=str)
-def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
-    tmp_path: Path, indices: Any, tied: bool
-) -> None:
-    adapter, expected = with_tokens(tmp_path, indices, tie_word_embeddings=tied)
-    assert read_record(adapter).base_fingerprint == base_fingerprint(llama(tie_word_embeddings=tied))
-    assert torch.equal(logits(rx.load(adapter)), expected)
-    merged = rx.merge(adapter, tmp_path / "merged")
-    assert_same_but_rounding(logits(rx.load(merged)), expected)
-    other = llama(tie_word_embeddings=tied)
-    other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
-    other.save_pretrained(tmp_path / "base")
-    refused(adapter, "has other weights", by="load")
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["embed_tokens"], None], ids=str)
-@pytest.mark.parametrize("rows", [64, 50])
-def test_an_adapter_of_resized_embeddings_is_put_on_its_own_base(
-    tmp_path: Path, tied: bool, saved: list[str] | None, rows: int
-) -> None:
-    """New rows are random, and in each process others; peft saves them all, and also loads them exactly."""
-
-    def resized() -> Any:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        model.resize_token_embeddings(rows)
-        return model
-
-    llama(tie_word_embeddings=tied, vocab_size=61).save_pretrained(tmp_path / "base")
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=saved
-    )
-    adapted = get_peft_model(extended(model=resized()), config).eval()
-    ids = IDS.remainder(50)
-    with torch.no_grad():
-        expected = adapted(ids).logits
-        adapter = rx.save(adapted, tmp_path / "adapter")
-        stock = PeftModel.from_pretrained(extended(model=resized()), adapter)
-        assert torch.equal(stock(ids).logits, expected)
-        assert torch.equal(rx.load(adapter)(ids).logits, expected)
-        assert torch.equal(rx.load_adapter(resized(), adapter).eval()(ids).logits, expected)
-        merged = rx.merge(adapter, tmp_path / "merged")
-        assert_same_but_rounding(AutoModelForCausalLM.from_pretrained(merged)(ids).logits, expected)
-    base = llama(tie_word_embeddings=tied, vocab_size=61)
-    with pytest.raises(RopeExtendError, match=rf"has {rows} embeddings, and .* has 61; call"):
-        rx.load_adapter(base, adapter)
-    base.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
-    base.save_pretrained(tmp_path / "base")
-    refused(adapter, "has other weights", by="load")
 
 
 def test_a_fingerprint_that_also_covers_what_the_adapter_replaces_is_recognised(

@@ -12,12 +12,10 @@ import torch
 from cases import TARGET, TRAINED, llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record
 from rope_extend.encodings import ModelShape
 from rope_extend.models.checkpoint_directory import LEARNED_FILE
@@ -111,13 +109,6 @@ def test_a_checkpoint_with_the_trained_window_is_guarded_too(tmp_path: Path) -> 
     assert json.loads((directory / "config.json").read_text())["model_type"] == "rope_extend"
 
 
-def test_a_base_keeps_its_fingerprint() -> None:
-    model = llama()
-    before = base_fingerprint(model)
-    with rx.patch_model(model, rx.encoding("t5_bias")):
-        assert base_fingerprint(model) == before
-
-
 def test_an_adapter_includes_learned_parameters(adapted: Any, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain = logits(base)
@@ -133,40 +124,12 @@ def test_an_adapter_includes_learned_parameters(adapted: Any, tmp_path: Path) ->
         assert torch.equal(logits(rx.load_adapter(base, tmp_path / "adapter")), logits(adapted))
 
 
-def test_a_merge_keeps_learned_parameters(adapted: Any, tmp_path: Path) -> None:
-    output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    assert (output / LEARNED_FILE).read_bytes() == (tmp_path / "adapter" / LEARNED_FILE).read_bytes()
-    assert_same_but_rounding(logits(rx.load(output)), logits(adapted))
-    assert not any("rope_extend" in name for name in load_file(output / "model.safetensors"))
-
-
 @pytest.mark.slow
 def test_a_fresh_process_needs_rope_extend(adapted: Any, tmp_path: Path) -> None:
     output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
     found = rx.verify(output, reference=tmp_path / "adapter")
     assert found.verdict == "needs rope_extend"
     assert "fire is loaded exactly by rope_extend alone" in found.reason
-
-
-def test_checkpoints_of_a_trainer_keep_learned_parameters(tmp_path: Path) -> None:
-    """Full fine-tuning by transformers' own Trainer, and loading its checkpoints."""
-    model = llama()
-    rx.patch_model(model, rx.encoding("kerple"), target_length=TARGET)
-    first = {name: value.detach().clone() for name, value in learned_parameters(model).items()}
-    data = [{"input_ids": IDS[0], "labels": IDS[0]} for _ in range(4)]
-    arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, save_steps=1, per_device_train_batch_size=1, learning_rate=1e-2,
-        report_to=[], disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[rx.SaveEncodingCallback()])
-    trainer.train()
-    assert all((value - first[name]).abs().max() > 1e-4 for name, value in learned_parameters(model).items())
-    loaded = rx.load(tmp_path / "run" / "checkpoint-2")
-    assert_same_but_rounding(logits(loaded), logits(model.eval()))
-    earlier = rx.load(tmp_path / "run" / "checkpoint-1")
-    assert (logits(earlier) - logits(model)).abs().max() > 1e-4
-    trainer.save_model()
-    assert_same_but_rounding(logits(rx.load(tmp_path / "run")), logits(model))
 
 
 @pytest.fixture
