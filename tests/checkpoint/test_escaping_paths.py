@@ -1,4 +1,4 @@
-"""Names and links that lead out of a checkpoint's directory are refused."""
+"""Names, links and options that lead out of a checkpoint's directory; `test_hostile_files.py` has its files."""
 
 from __future__ import annotations
 
@@ -10,63 +10,18 @@ import pytest
 import torch
 from cases import TARGET, llama
 from integrity import (
-    INDEX,
     WEIGHTS,
     each,
     in_hub_cache,
     logits,
-    refused,
-    rewritten,
-    unsealed,
-    watching,
     weights_of,
 )
-from test_hostile_files import linked_outside
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.exporting import export
-
-ESCAPES = [
-    "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",
-    "C:secret.safetensors", "./secret.safetensors", "secret.safetensors/", "..", "", "model.bin",
-    "a\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors", None, 5, ["model.safetensors"], {},
-]  # fmt: skip
-
-
-@each("sharded")
-@pytest.mark.parametrize("name", ESCAPES, ids=lambda name: repr(name)[:20])
-def test_an_index_that_leads_elsewhere_is_refused(directory: Path, name: Any) -> None:
-    secret = directory.parent / "secret.safetensors"
-    shutil.copy(weights_of(directory), secret)
-    rewritten(
-        directory / INDEX, lambda data: data["weight_map"].update({next(iter(data["weight_map"])): name})
-    )
-    opened: list[str] = []
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            opened.append(str(arguments[0]))
-
-    for unseal in (False, True):
-        if unseal:
-            unsealed(directory)
-        with watching(watch):
-            refused(
-                directory,
-                r"names .* which is not a safetensors file of this directory|is missing or cannot be",
-            )
-    assert not [path for path in opened if "secret" in path]
-
-
-@each("full")
-def test_a_link_that_leads_elsewhere_is_not_exported(directory: Path) -> None:
-    """An export may be published, so it must not contain other files."""
-    (directory / "notes.txt").write_text("secret")
-    linked_outside("notes.txt", directory)
-    refused(directory, "outside the checkpoint, and is not read", by="export")
 
 
 @each()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
-from covering import few
 from integrity import contents, logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,19 +22,15 @@ from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, P
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.exporting import _stock_computes, _with_form, export, stock_pairs
 from rope_extend.checkpoint.record import read_record
-from rope_extend.checkpoint.restoring import load
 from rope_extend.checkpoint.saving import save
 from rope_extend.cli.main import main
 from rope_extend.models.checkpoint_directory import RECORD_NAME
-from rope_extend.models.config_facts import rotary_part
 from rope_extend.models.loading import empty_model
 from rope_extend.models.rotary_tables import shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
 ROWS = {str(case): case for case in ENCODINGS}
 FAMILY = {case.model_type: case for case in FAMILIES}
-NAMED = ["llama", "qwen3", "gpt_neox", "gemma2", "phi3", "glm"]
-"""One family of each shape: plain, normed, partial, soft-capped, with a strict config, with neighbours."""
 
 
 def saved(directory: Path, case: EncodingCase, model_type: str = "llama") -> tuple[Path, torch.Tensor]:
@@ -176,46 +171,6 @@ def test_the_documentation_is_what_the_code_says() -> None:
     spec.loader.exec_module(script)
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run tools/write_export_support.py"
     assert {encoding.name for encoding in script.examples(SHAPE, TARGET)} == set(rx.encoding_names())
-
-
-def check_export(path: Path, case: EncodingCase, model_type: str, to: str) -> None:
-    """The verdict is true: stock transformers computes the original's logits, or nothing is written."""
-    directory, expected = saved(path / "saved", case, model_type)
-    record = read_record(directory)
-    found = support(record.encoding, record.shape, to, model_type, target_length=TARGET)
-    output = path / to
-    if not found.possible:
-        with pytest.raises(RopeExtendError) as error:
-            export(directory, output, to, verify=False)
-        assert found.reason in str(error.value)
-        assert not output.exists()
-        return
-    assert export(directory, output, to, verify=False) == output
-    stock = AutoModelForCausalLM.from_pretrained(output).eval()
-    assert not any("rope_extend" in type(module).__module__ for module in stock.modules())
-    assert_same_but_rounding(logits(stock), expected)
-    again = load(output)
-    assert torch.equal(logits(again), expected)
-    assert rx.current_patch(again).shape == record.shape
-    config, parameters = rotary_part(stock.config)
-    assert parameters["rope_type"] == found.form["rope_parameters"]["rope_type"]
-    assert config.max_position_embeddings == found.form["max_position_embeddings"]
-
-
-READ = {
-    "transformers": "yarn yarn-options linear ntk_by_parts p_rope longrope-static logn(ntk)",
-    **dict.fromkeys(("vllm", "sglang"), "yarn-attention linear p_rope xpos"),
-}
-PAIRS = [(to, name) for to, names in READ.items() for name in names.split()]
-
-
-@pytest.mark.parametrize(("to", "name"), few(PAIRS, 3), ids=str)
-@pytest.mark.parametrize("model_type", NAMED)
-def test_an_export_means_the_same_in_stock_transformers(
-    tmp_path: Path, model_type: str, to: str, name: str
-) -> None:
-    if to == "transformers" or model_type in ("llama", "phi3"):
-        check_export(tmp_path, ROWS[name], model_type, to)
 
 
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

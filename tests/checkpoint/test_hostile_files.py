@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from integrity import INDEX, KINDS, RECORD, named, refused, rewritten, unsealed, weights_of
+from integrity import (
+    INDEX,
+    KINDS,
+    RECORD,
+    each,
+    named,
+    refused,
+    rewritten,
+    unsealed,
+    watching,
+    weights_of,
+)
 from safetensors.torch import load_file, save_file
 
 from rope_extend.checkpoint.record import read_record, write_record_with_digests
@@ -33,6 +44,15 @@ def updated(name: str, change: dict[str, Any], directory: Path) -> None:
 def listed(key: str, name: str, directory: Path) -> None:
     (directory.parent / "secret.safetensors").write_bytes(b"secret")
     rewritten(directory / RECORD, lambda data: data[key].update({name: "0" * 64}))
+
+
+def indexed(name: Any, unseal: bool, directory: Path) -> None:
+    shutil.copy(weights_of(directory), directory.parent / "secret.safetensors")
+    rewritten(
+        directory / INDEX, lambda data: data["weight_map"].update({next(iter(data["weight_map"])): name})
+    )
+    if unseal:
+        unsealed(directory)
 
 
 def cut(keep: float | None, directory: Path) -> None:
@@ -101,6 +121,11 @@ TEXTS = (b"", b"{", b"[]", b"null", b"\xff\xfe{}", b'{"a": ' * 5000)
 SCHEMAS = (0, 1, 3, 99, -1, "2", 2.0, None, True, [2], {})
 AGREED = {"target_length": 64, "encoding": {"name": "linear", "factor": 8.0}}
 ELSEWHERE = ("../secret.safetensors", "/etc/passwd", "a\0b", "\ud800")
+ESCAPES = (
+    "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",
+    "C:secret.safetensors", "./secret.safetensors", "secret.safetensors/", "..", "", "model.bin",
+    "a\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors", None, 5, ["model.safetensors"], {},
+)  # fmt: skip
 PICKLES = ("pytorch_model.bin", "adapter_model.bin", "model.pt", "MODEL.PTH", "x.ckpt", "x.pkl", "x.pickle")
 VALUES = product((torch.float32, torch.float16, torch.bfloat16, torch.float64), ("nan", "inf", "-inf"))
 TWO = ("full", "adapter")
@@ -112,6 +137,9 @@ TABLE: list[tuple[str, Callable[[Path], None], str]] = [
       for k, (key, v) in product(TWO, AGREED.items())),
     *((k, partial(listed, key, n), "is missing, according to the digests in")
       for k, key, n in product(TWO, ("weights", "configs"), ELSEWHERE)),
+    *(("sharded", partial(indexed, n, unseal),
+       "which is not a safetensors file of this directory|is missing or cannot be")
+      for n, unseal in product(ESCAPES, (False, True))),
     *((k, partial(cut, keep), "safetensors is truncated or damaged")
       for k, keep in product(KINDS, (0, 7, 8, 100, 0.5, -1, None))),
     *((k, partial(flipped, at), "weight file '.*' in .* is not what was saved")
@@ -140,4 +168,20 @@ def described(value: Any) -> str:
 @pytest.mark.parametrize(("directory", "change", "message"), TABLE, indirect=["directory"], ids=described)
 def test_it_is_refused(directory: Path, change: Callable[[Path], None], message: str) -> None:
     change(directory)
-    refused(directory, message)
+    opened: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            opened.append(str(arguments[0]))
+
+    with watching(watch):
+        refused(directory, message)
+    assert not [path for path in opened if "secret" in path]
+
+
+@each("full")
+def test_a_link_that_leads_elsewhere_is_not_exported(directory: Path) -> None:
+    """An export may be published, so it must not contain other files."""
+    (directory / "notes.txt").write_text("secret")
+    linked_outside("notes.txt", directory)
+    refused(directory, "outside the checkpoint, and is not read", by="export")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import TARGET, TRAINED, llama
 from integrity import contents, logits, tensors_of, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import rope_extend as rx
 from rope_extend.checkpoint.record import read_record, write_record
-from rope_extend.training.lora import lora_config
 
 
 def adapted(
@@ -234,41 +233,3 @@ def test_a_pickled_base_model_is_refused(adapter: Path, tmp_path: Path, work: Pa
     torch.save({}, pickled / "pytorch_model.bin")
     with pytest.raises(rx.RopeExtendError, match=r"cannot load the model of .*safetensors"):
         rx.merge(adapter, tmp_path / "merged", base_model=str(pickled))
-
-
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param("yarn", marks=pytest.mark.slow), pytest.param("ntk_by_parts", marks=pytest.mark.full)],
-)
-@pytest.mark.parametrize("family", [case for case in FAMILIES if case.auto_reloads], ids=str)
-def test_every_family_is_merged_and_exported_or_says_why_not(
-    tmp_path: Path, family: FamilyCase, method: str
-) -> None:
-    """With the default target modules of a recipe, and a `rope_type` or a list of divisors in the export.
-
-    An export computes the same logits, or is refused.
-    """
-    tiny_model(family).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    rx.extend(model, TARGET, method)
-    recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
-    live = get_peft_model(model, lora_config(model, recipe)).eval()
-    torch.manual_seed(1)
-    for name, parameter in live.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    expected = logits(live)
-    rx.save(live, tmp_path / "adapter")
-    rx.merge(tmp_path / "adapter", tmp_path / "merged")
-    merged = logits(rx.load(tmp_path / "merged", dtype=torch.float32).eval())
-    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-2)  # hrm_text is recurrent
-    try:
-        rx.export(tmp_path / "merged", tmp_path / "out", verify=False)
-    except rx.RopeExtendError as error:
-        assert "cannot be exported" in str(error)  # noqa: PT017
-        assert not (tmp_path / "out").exists()
-    else:
-        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        assert rx.current_patch(stock) is None
-        near = slice(160)  # the recurrence of hrm_text amplifies rounding from position to position
-        assert_same_but_rounding(logits(stock)[:, near], merged[:, near])
