@@ -15,11 +15,15 @@ import rope_extend as rx
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, and its checkpoints `full`, `sharded` and `adapter`. Tests only read them."""
+    """`base`, and its checkpoints `full`, `sharded`, `guarded` and `adapter`. Tests only read them.
+
+    `guarded` is plugin-only.
+    """
     directory = tmp_path_factory.mktemp("checkpoints")
     llama().save_pretrained(directory / "base")
     rx.save(extended(), directory / "full")
     rx.save(extended(), directory / "sharded", max_shard_size="20KB")
+    rx.save(extended("xpos"), directory / "guarded")
     adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(directory / "base")))
     rx.save(adapted, directory / "adapter")
     return directory

@@ -8,24 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import TARGET, llama
-from integrity import with_lora
-from transformers import AutoModelForCausalLM
 
-import rope_extend as rx
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Intact and damaged directories, and a file."""
-    where = tmp_path_factory.mktemp("made")
-    llama().save_pretrained(where / "base")
-    model = AutoModelForCausalLM.from_pretrained(where / "base")
-    rx.extend(model, TARGET)
-    rx.save(model, where / "full")
-    rx.save(with_lora(model), where / "adapter")
+    where = Path(shutil.copytree(checkpoints, tmp_path_factory.mktemp("made") / "checkpoints"))
     copies = {"flipped": "full", "cut": "adapter", "unrecorded": "adapter", "newer": "adapter"}
     copies |= {"damaged": "full", "mixed": "full"}
     for name, source in copies.items():

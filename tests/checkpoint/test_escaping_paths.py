@@ -1,4 +1,4 @@
-"""Names, links and options that lead out of a checkpoint's directory; `test_hostile_files.py` has its files."""
+"""Names, links and options that lead out of a checkpoint's directory; see also `test_hostile_files.py`."""
 
 from __future__ import annotations
 

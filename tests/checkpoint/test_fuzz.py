@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import llama
 from covering import OPTIONS, few
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from integrity import with_lora
+from integrity import INDEX, logits
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -31,8 +31,6 @@ from rope_extend.models.checkpoint_directory import RECORD_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-IDS = torch.arange(40).remainder(31)[None]
-INDEX = "model.safetensors.index.json"
 FILES = {
     "full": ("config.json", RECORD_NAME, "model.safetensors"),
     "guarded": ("config.json", RECORD_NAME),
@@ -46,42 +44,9 @@ SETTINGS = settings(
 )  # fmt: skip
 
 
-def small() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(IDS).logits
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, and one checkpoint of it for each of FILES; `guarded` is plugin-only."""
-    where = tmp_path_factory.mktemp("made")
-    small().save_pretrained(where / "base")
-    for name, encoding in (
-        ("full", rx.encoding("yarn", factor=4.0)),
-        ("sharded", rx.encoding("linear", factor=4.0)),
-        ("guarded", rx.encoding("xpos")),
-    ):
-        model = small()
-        rx.patch_model(model, encoding, target_length=64)
-        rx.save(model, where / name, max_shard_size="2KB" if name == "sharded" else None)
-    model = AutoModelForCausalLM.from_pretrained(where / "base")
-    rx.extend(model, 64)
-    rx.save(with_lora(model), where / "adapter")
-    return where
-
-
-@pytest.fixture(scope="module")
-def expected(made: Path) -> dict[str, torch.Tensor]:
-    return {kind: logits(rx.load(made / kind)) for kind in FILES}
+def expected(checkpoints: Path) -> dict[str, torch.Tensor]:
+    return {kind: logits(rx.load(checkpoints / kind)) for kind in FILES}
 
 
 def moved_base(directory: Path) -> dict[str, str]:
@@ -90,7 +55,7 @@ def moved_base(directory: Path) -> dict[str, str]:
 
 def load_adapter(directory: Path, *, check_files: bool) -> Any:
     """Load an adapter on a loaded model; if it is refused, the model is unchanged."""
-    model = small()
+    model = llama()
     modules, before = dict(model.named_modules()), logits(model)
     try:
         return rx.load_adapter(model, directory, check_files=check_files)
@@ -195,11 +160,13 @@ def changed_tensors(draw: Callable[[st.SearchStrategy[Any]], Any], raw: bytes) -
     return bytes(data)
 
 
-def run(made: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject) -> None:
+def run(
+    checkpoints: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
+) -> None:
     with tempfile.TemporaryDirectory() as work:
         directory, output = Path(work) / kind, Path(work) / "output"
-        shutil.copytree(made / kind, directory)
-        shutil.copytree(made / "base", Path(work) / "base")
+        shutil.copytree(checkpoints / kind, directory)
+        shutil.copytree(checkpoints / "base", Path(work) / "base")
         # Without digests, other checks must find the fault.
         sealed = data.draw(st.booleans(), label="sealed")
         if not sealed:
@@ -235,6 +202,6 @@ def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @SETTINGS
 @given(data=st.data())
 def test_readers_know_damage_when_they_see_it(
-    made: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
+    checkpoints: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
 ) -> None:
-    run(made, expected, kind, name, data)
+    run(checkpoints, expected, kind, name, data)
