@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.models.parameters import learned_parameters
 
 
 @each("full", "adapter")
@@ -30,7 +31,13 @@ def test_weights_that_are_not_finite_are_not_saved(checkpoints: Path, tmp_path: 
     adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base")))
     layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
     layer.lora_B["default"].weight.data[1, 1] = value
-    for model, name in ((full, "model.layers.1.mlp.up_proj"), (adapted, "q_proj.lora_B.weight")):
+    learned = extended("kerple")
+    next(iter(learned_parameters(learned).values())).data[0] = value
+    for model, name in (
+        (full, "model.layers.1.mlp.up_proj"),
+        (adapted, "q_proj.lora_B.weight"),
+        (learned, "encoding.safetensors: layer0.r1"),
+    ):
         with pytest.raises(RopeExtendError, match=rf"{name}.* holds values that are NaN or infinite"):
             rx.save(model, tmp_path / "a" / "new")
         assert list(tmp_path.iterdir()) == []  # no parent directory is left behind

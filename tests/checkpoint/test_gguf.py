@@ -15,7 +15,7 @@ from cases import ENCODINGS, FACTOR, TARGET, TRAINED, EncodingCase, FamilyCase, 
 from cases import plain as plain_table
 from gguf_writer import converted
 from integrity import with_lora
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
@@ -24,6 +24,7 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.saving import save
+from rope_extend.models.loading import pretrained
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -63,7 +64,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("case", CARRIED, ids=str)
-def test_the_file_says_the_schedule(plain: Path, tmp_path: Path, case: EncodingCase) -> None:
+def test_the_file_says_the_schedule_and_is_read_so(plain: Path, tmp_path: Path, case: EncodingCase) -> None:
     """Frequencies and factor computed from the file, as `ggml_rope_cache_init` does."""
     path = annotate(plain, tmp_path / "ours.gguf", record(case))
     keys, tensors = read(path)
@@ -82,6 +83,19 @@ def test_the_file_says_the_schedule(plain: Path, tmp_path: Path, case: EncodingC
         TARGET,
         TRAINED,
     )
+    # The file as a model here: it has a stock config with that schedule, or is refused.
+    if not (case.build(SHAPE).inv_freq(SHAPE) > 0).all():
+        with pytest.raises(RopeExtendError, match="pairs of channels that do not turn"):
+            pretrained(AutoConfig, str(path))
+        return
+    config = pretrained(AutoConfig, str(path))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    rotary = type(model.model.rotary_emb)(config)
+    rotary(torch.zeros(1), torch.arange(TARGET)[None])  # some types follow the length
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), expected, rtol=2e-6, atol=1e-29)
+    assert rotary.attention_scaling == pytest.approx(factor, rel=1e-6)
+    assert config.max_position_embeddings == TARGET
 
 
 def test_all_else_is_as_it_was(plain: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from cases import TARGET, llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fuzz import places
 
 import rope_extend as rx
 from rope_extend.checkpoint.card import model_card
@@ -39,13 +40,8 @@ def record(directory: Path) -> dict[str, Any]:
 def with_any_value(values: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     """A copy with another value of JSON at one place."""
     changed = copy.deepcopy(values)
-    place: Any = changed
-    while True:
-        key = data.draw(st.sampled_from(sorted(place)))
-        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
-            break
-        place = place[key]
-    place[key] = data.draw(JSON)
+    container, key = data.draw(st.sampled_from(places(changed)))
+    container[key] = data.draw(JSON)
     return changed
 
 

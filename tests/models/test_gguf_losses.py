@@ -20,20 +20,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.gguf_scaling import llama3_of
 from rope_extend.models.loading import pretrained
 
-CASES: dict[str, dict[str, Any]] = {
-    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3},
-    "qwen3": {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-}
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_the_model_is_that_of_the_file(family: str, tmp_path: Path) -> None:
-    model = tiny_model(FamilyCase(family, CASES[family]))
-    path = converted(model, tmp_path / "tiny.gguf", **{"rope.freq_base": 1e6})
-    ids = torch.arange(3, 35)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded(path)(ids).logits, model(ids).logits)
-
 
 def llama3_divisors(dim: int, base: float, factor: float, window: int) -> list[float]:
     """As llama.cpp's converter computes them: plain frequencies by those of transformers, in float32."""

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, llama, tiny_llama
+from cases import FamilyCase, llama, tiny_llama, tiny_model
 from gguf_writer import converted, gguf, writes
 from test_gguf_tokenizer import TEXT
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rope_extend as rx
-from rope_extend.checkpoint.export.gguf import annotate
-from rope_extend.checkpoint.export.support import support
-from rope_extend.checkpoint.record import Record
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.gguf_checkpoint import gguf_file
@@ -27,9 +24,6 @@ from rope_extend.models.gguf_scaling import rope_scaling
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.rotary_tables import shape_of
-
-SHAPE = rx.RopeShape(16, 10_000.0, TRAINED)
-CARRIED = [case for case in ENCODINGS if support(case.build(SHAPE), SHAPE, "llama.cpp").possible]
 
 
 def loaded(path: Path, **how: Any) -> Any:
@@ -44,13 +38,30 @@ def same_weights(found: Any, model: Any) -> None:
         assert torch.equal(weight.to(found.dtype), ours[name]), name
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], tmp_path: Path) -> None:
-    model = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    found = loaded(converted(model, tmp_path / "tiny.gguf"))
+BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 2}),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("qwen2", {**BASE, "rms_norm_eps": 1e-3}),  # transformers drops the base, and the width of heads
+        ("qwen3", {**BASE, "head_dim": 24}),
+    ],
+)
+def test_weights_and_config_are_those_of_the_checkpoint(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(FamilyCase(family, config))
+    base = model.config.rope_parameters["rope_theta"]
+    found = loaded(converted(model, tmp_path / "tiny.gguf", **{"rope.freq_base": base}))
     same_weights(found, model)
     assert found.config.name_or_path == str(tmp_path / "tiny.gguf")
     assert shape_of(found) == shape_of(model)
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
 
 
 def test_a_file_without_the_number_of_heads_of_keys_is_refused(
@@ -163,26 +174,6 @@ def test_weights_are_dequantised(kind: str, decode: Callable[..., np.ndarray], t
 @pytest.fixture(scope="module")
 def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(llama(), tmp_path_factory.mktemp("gguf") / "plain.gguf")
-
-
-@pytest.mark.parametrize("case", CARRIED, ids=str)
-def test_the_schedule_of_the_file_is_read(plain_file: Path, tmp_path: Path, case: EncodingCase) -> None:
-    """What `rope-extend export --to llama.cpp` wrote comes back, in a stock config, or is refused at once."""
-    record = Record(case.build(SHAPE), SHAPE, TARGET, "llama", None)
-    path = annotate(plain_file, tmp_path / "ours.gguf", record)
-    if not (record.encoding.inv_freq(SHAPE) > 0).all():
-        with pytest.raises(RopeExtendError, match="pairs of channels that do not turn"):
-            pretrained(AutoConfig, str(path))
-        return
-    config = pretrained(AutoConfig, str(path))
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    rotary = type(model.model.rotary_emb)(config)
-    rotary(torch.zeros(1), torch.arange(TARGET)[None])  # some types follow the length
-    table, factor = case.oracle(SHAPE, TARGET)
-    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), table, rtol=2e-6, atol=1e-29)
-    assert rotary.attention_scaling == pytest.approx(factor, rel=1e-6)
-    assert config.max_position_embeddings == TARGET
 
 
 TYPE, BY, FROM = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
