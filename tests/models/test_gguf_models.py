@@ -12,7 +12,6 @@ import torch
 from cases import FamilyCase, llama, tiny_llama, tiny_model
 from gguf_writer import converted, gguf, writes
 from test_gguf_tokenizer import TEXT
-from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import rope_extend as rx
@@ -271,13 +270,6 @@ def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
     assert model.peft_config["default"].base_model_name_or_path == str(bundled_file)
     document = rx.Document("text", torch.arange(64))
     assert rx.perplexity(model, [document], [64]).ppl[64] > 1
-    with pytest.raises(RopeExtendError, match=r"rope-extend convert .*bundled\.gguf"):
-        rx.merge(tmp_path / "run", tmp_path / "merged")
-    base = rx.convert(bundled_file, tmp_path / "base")
-    merged = rx.load(rx.merge(tmp_path / "run", tmp_path / "merged", base_model=str(base)))
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        assert_same_but_rounding(merged(ids).logits, model(ids).logits)
 
 
 def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
