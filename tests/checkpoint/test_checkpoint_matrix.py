@@ -20,7 +20,6 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import read_record
-from rope_extend.models.config_facts import rotary_part
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.lora import lora_config
@@ -126,14 +125,13 @@ def test_logits_survive_every_way_of_saving(family: FamilyCase, case: EncodingCa
     assert (rx.current_patch(auto) is None) == (not guarded(merged))
     same(auto, tuned, merged=True)
 
-    servers = ("vllm", "sglang") if family.model_type in ("llama", "phi3") else ()
-    for source, reads, to in ((merged, tuned, "transformers"), *((full, expected, to) for to in servers)):
-        output = tmp_path / f"{source.name}-{to}"
+    for source, reads in ((full, expected), (merged, tuned)):
+        output = tmp_path / f"{source.name}-exported"
         record = read_record(source)
-        found = support(encoding, record.shape, to, family.model_type, target_length=TARGET)
+        found = support(encoding, record.shape, "transformers", family.model_type, target_length=TARGET)
         refusal = ""
         try:
-            export(source, output, to, verify=False)
+            export(source, output, verify=False)
         except RopeExtendError as error:
             refusal = str(error)
         if refusal:  # of the encoding, or of a config class of this family
@@ -146,7 +144,3 @@ def test_logits_survive_every_way_of_saving(family: FamilyCase, case: EncodingCa
         assert rx.current_patch(stock) is None
         same(stock, reads, merged=True)
         same(rx.load(output), reads, merged=True)
-        config, parameters = rotary_part(stock.config)
-        if to != "transformers":
-            assert parameters["rope_type"] == found.form["rope_parameters"]["rope_type"]
-            assert config.max_position_embeddings == found.form["max_position_embeddings"]

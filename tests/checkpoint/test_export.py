@@ -126,6 +126,23 @@ def test_servers_compute_the_table_from_the_form(name: str, to: str) -> None:
         torch.testing.assert_close(cache[index].to(expected.dtype), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["yarn-attention", "linear", "p_rope"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_servers_are_given_the_form_and_stock_transformers_computes_it(
+    tmp_path: Path, family: str, name: str, to: str
+) -> None:
+    directory, expected = saved(tmp_path / "saved", ROWS[name], family)
+    record = read_record(directory)
+    form = support(record.encoding, record.shape, to, family, target_length=TARGET).form
+    assert form is not None
+    stock = AutoModelForCausalLM.from_pretrained(export(directory, tmp_path / "out", to, verify=False))
+    assert_same_but_rounding(logits(stock), expected)
+    parameters, window = stock.config.rope_parameters, stock.config.max_position_embeddings
+    assert {key: parameters[key] for key in form["rope_parameters"]} == form["rope_parameters"]
+    assert window == form["max_position_embeddings"]
+
+
 def stock_rotary(directory: Path, family: FamilyCase, form: dict[str, Any], **changes: Any) -> Any:
     """The rotary module that stock transformers makes of a model's config in another form."""
     config = copy.deepcopy(tiny_model(family).config)
