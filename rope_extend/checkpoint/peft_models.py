@@ -90,8 +90,8 @@ def base_fingerprint(model: nn.Module) -> str | None:
         64 hexadecimal digits. None, with a warning, if the values are not available: the model is quantised
         or in float16, or its weights are offloaded, sharded, or merged with an adapter.
     """
-    matrices = _base_matrices(unwrap(model))
-    if obstacle := _obstacle(unwrap(model), list(matrices.values())):
+    matrices, obstacle = _base_matrices(unwrap(model))
+    if obstacle:
         _warn_unchecked(obstacle)
         return None
     return _fingerprint(matrices)
@@ -113,16 +113,14 @@ def check_base(
     """
     if recorded is None:
         return
-    base = unwrap(model)
-    matrices = _base_matrices(base)
-    obstacle = _obstacle(base, list(matrices.values()))
+    matrices, obstacle = _base_matrices(unwrap(model))
     if obstacle in (None, _IN_FLOAT16):
         found = _fingerprint(matrices)
         # Records of earlier versions also count what the adapter replaces.
         if recorded in (found, _fingerprint(_without_held(matrices, adapter))):
             return
         if obstacle is None:
-            name = base.config.name_or_path or "a model made in memory"
+            name = unwrap(model).config.name_or_path or "a model made in memory"
             raise RopeExtendError(
                 f"the adapter in {adapter} was trained on {trained_on!r} (fingerprint {recorded[:12]}), but "
                 f"the base model {name!r} has other weights (fingerprint {found[:12]}){advice}"
@@ -151,9 +149,9 @@ def fingerprint_without_held(model: nn.Module, recorded: str | None, directory: 
     They do not identify it: new rows of embeddings and new heads are random numbers, others in each process.
     A fingerprint that is not the model's own stays as it is, such as one from before peft changed the model.
     """
-    matrices = _base_matrices(unwrap(model))
+    matrices, obstacle = _base_matrices(unwrap(model))
     rest = _without_held(matrices, directory)
-    if len(rest) == len(matrices) or _obstacle(unwrap(model), list(matrices.values())) is not None:
+    if len(rest) == len(matrices) or obstacle is not None:
         return recorded
     return _fingerprint(rest) if _fingerprint(matrices) == recorded else recorded
 
@@ -167,8 +165,11 @@ def _warn_unchecked(obstacle: str) -> None:
     logger.warning("%s, so it cannot be checked which base model an adapter belongs to", obstacle)
 
 
-def _base_matrices(base: Any) -> dict[str, Tensor]:
-    """The matrices of a model without the layers that peft added, by name and sorted by it."""
+def _base_matrices(base: Any) -> tuple[dict[str, Tensor], str | None]:
+    """The matrices of a model without the layers that peft added, by name and sorted by it.
+
+    With them, why their values cannot be compared; None if they can.
+    """
     matrices = {}
     wrappers: set[str] = set()
     if "peft" in sys.modules:
@@ -184,7 +185,7 @@ def _base_matrices(base: Any) -> dict[str, Tensor]:
             plain = _name_in_base(name, wrappers)
             if plain is not None and plain not in tied and not is_learned(plain):
                 matrices[plain] = parameter
-    return dict(sorted(matrices.items()))
+    return dict(sorted(matrices.items())), _obstacle(base, list(matrices.values()))
 
 
 def _name_in_base(name: str, wrappers: set[str]) -> str | None:

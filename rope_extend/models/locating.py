@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -128,14 +127,20 @@ def local_directory(
         RopeExtendError: there is no such checkpoint.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name = expand_home(name)
-    with _not_found(name, kind, argument):
+    try:
         if Path(name).exists():
             return Path(name)
         access = {key: options[key] for key in ACCESS if key in options}
         check_checkpoint(name, **access)
         return Path(snapshot_download(name, **{"allow_patterns": list(DOWNLOADED), **options}))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
+        raise RopeExtendError(
+            f"cannot find the {kind} {name!r}: {advice} hub id, or a directory with a checkpoint"
+        ) from error
 
 
 def base_name(name: str, revision: str | None) -> str:
@@ -148,25 +153,11 @@ def base_name(name: str, revision: str | None) -> str:
     Raises:
         RopeExtendError: there is no such model.
     """
-    if revision is not None:
-        return str(local_directory(name, "base model", "base_model=", revision=revision))
-    with _not_found(name, "base model", "base_model="):
-        check_checkpoint(name)
-    return name
-
-
-@contextmanager
-def _not_found(name: str, kind: str, argument: str) -> Iterator[None]:
-    """Say which argument gives what was not found."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        yield
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
-        raise RopeExtendError(
-            f"cannot find the {kind} {name!r}: {advice} hub id, or a directory with a checkpoint"
-        ) from error
+    files = DOWNLOADED if revision else (CONFIG,)
+    directory = local_directory(
+        name, "base model", "base_model=", revision=revision, allow_patterns=list(files)
+    )
+    return str(directory) if revision else name
 
 
 def _nearest(name: str) -> str:
