@@ -58,7 +58,8 @@ def main(directory: str, work: Path, threads: int) -> None:
         if initialised := sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"]))):
             raise ValueError(f"the files have no weights for {initialised[0]}")
     except Exception as raised:  # any error is the answer
-        (work / "error").write_text(f"{type(raised).__name__}: {raised}".strip(), encoding="utf-8")
+        reason = f"{type(raised).__name__}: {raised}".strip()
+        (work / "error").write_text(reason, encoding="utf-8", errors="backslashreplace")
         return
     save_file(logits(model.eval(), load_file(work / "inputs")), work / "logits")
 

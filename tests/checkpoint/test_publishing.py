@@ -129,14 +129,6 @@ def test_what_a_repository_held_of_another_model_is_replaced_and_nothing_else(
         assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(hub)), expected)
 
 
-@pytest.mark.parametrize("directory", ["full"], indirect=True)
-def test_a_model_of_somebody_else_is_not_replaced(directory: Path, hub: Path) -> None:
-    (hub / "model-00001-of-00002.safetensors").write_text("of the base model")
-    with pytest.raises(RopeExtendError, match=r"holds a model that rope_extend did not upload \(model-00001"):
-        rx.push_to_hub(directory, "owner/base")
-    assert [file.name for file in hub.iterdir()] == ["model-00001-of-00002.safetensors"]
-
-
 @pytest.mark.parametrize("directory", ["adapter"], indirect=True)
 def test_a_local_base_model_is_refused(directory: Path, hub: Path) -> None:
     with pytest.raises(RopeExtendError, match=r"names a local path in base_model_name_or_path.*hub id"):
@@ -157,9 +149,26 @@ def test_a_local_base_model_is_refused(directory: Path, hub: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["full"], indirect=True)
-def test_mistakes_are_explained_and_nothing_is_uploaded(directory: Path, hub: Path, tmp_path: Path) -> None:
+def test_mistakes_are_explained_and_nothing_is_uploaded(
+    directory: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     with pytest.raises(RopeExtendError, match="the hub did not take 'name': no owner"):
         rx.push_to_hub(directory, "name")
+    monkeypatch.setattr(Hub, "public", True)
+    with pytest.raises(SystemExit):
+        main(["push", str(directory), "owner/name", "--private"])
+    assert "error: owner/name exists and is public, so --private cannot hold" in capsys.readouterr().err
+    theirs = hub / "model-00001-of-00002.safetensors"
+    theirs.write_text("of the base model")
+    with pytest.raises(RopeExtendError, match=r"holds a model that rope_extend did not upload \(model-00001"):
+        rx.push_to_hub(directory, "owner/base")
+    assert theirs.read_text() == "of the base model"
+    theirs.unlink()
+    assert not any(hub.iterdir())
+    main(["push", str(directory), "owner/name"])  # a public one, if nobody asked for a private one
+    shutil.rmtree(hub)
+    hub.mkdir()
     weights = directory / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -170,19 +179,6 @@ def test_mistakes_are_explained_and_nothing_is_uploaded(directory: Path, hub: Pa
     with pytest.raises(RopeExtendError, match=r"no rope_extend\.json"):
         rx.push_to_hub(tmp_path / "empty", "owner/name")
     assert not any(hub.iterdir())
-
-
-@pytest.mark.parametrize("directory", ["full"], indirect=True)
-def test_private_refuses_a_public_repository(
-    directory: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Hub, "public", True)
-    with pytest.raises(SystemExit):
-        main(["push", str(directory), "owner/name", "--private"])
-    assert "error: owner/name exists and is public, so --private cannot hold" in capsys.readouterr().err
-    assert not any(hub.iterdir())
-    main(["push", str(directory), "owner/name"])
-    assert any(hub.iterdir())
 
 
 @pytest.mark.parametrize("directory", ["full"], indirect=True)

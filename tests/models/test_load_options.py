@@ -80,13 +80,6 @@ def test_impossible_options_are_refused_at_once(options: dict[str, Any], message
         LoadOptions(**options)
 
 
-def test_flash_attention_in_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RopeExtendError, match="takes bfloat16 or float16"):
-        LoadOptions(dtype=torch.float32, attention="flash_attention_2")
-    LoadOptions(dtype=torch.bfloat16, attention="flash_attention_2")
-
-
 def test_each_process_has_its_own_gpu_and_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -95,6 +88,8 @@ def test_each_process_has_its_own_gpu_and_no_map(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RopeExtendError, match="works in one process only"):
         LoadOptions(device_map="auto")
+    with pytest.raises(RopeExtendError, match="takes bfloat16 or float16"):
+        LoadOptions(dtype=torch.float32, attention="flash_attention_2")
 
 
 def test_kernels_that_are_not_installed_are_reported_before_weights_are_loaded(
