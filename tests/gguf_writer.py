@@ -39,13 +39,7 @@ def writes(
         else:
             ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
             writer.add_token_scores([-float(ranks.get(token, -1)) for token in tokens])
-        for key, value in keys.items():
-            if isinstance(value, bool):
-                writer.add_bool(f"tokenizer.{key}", value)
-            elif isinstance(value, int):
-                writer.add_uint32(f"tokenizer.{key}", value)
-            else:
-                writer.add_string(f"tokenizer.{key}", value)
+        _add_keys(writer, {f"+tokenizer.{key}": value for key, value in keys.items()})
 
     return write
 
@@ -121,7 +115,7 @@ def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
     """Keys below the architecture's name, and after a `+`, in full."""
     for key, value in keys.items():
         name = key[1:] if key[0] == "+" else f"{writer.arch}.{key}"
-        kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(name, value, kind)
 
 
