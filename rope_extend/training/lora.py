@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
-from rope_extend.models.decoders import unwrap
 from rope_extend.models.parameters import train_learned
-from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
 
@@ -111,36 +108,6 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
         if parameter.requires_grad:  # the 8 bits of bfloat16 would lose steps of 1e-4
             parameter.data = parameter.data.float()
     return trained
-
-
-def unsharded(model: Any, recipe: Recipe, reach: TextReach, config: Any) -> Any:
-    """A copy of a model that FSDP shards, with the weights to save on the CPU; every process calls this.
-
-    The weights that an adapter does not need stay on the meta device.
-
-    Args:
-        model: what `adapted` returned.
-        recipe: the run.
-        reach: as in `lora_config`.
-        config: the model's config before the patch.
-    """
-    named = model.named_parameters(remove_duplicate=False)  # a tied head under both names
-    needed = {name: value for name, value in named if value.requires_grad or recipe.full}
-    with torch.device("meta"):
-        base = type(unwrap(model))(config)
-    patch: Any = current_patch(model)
-    patch_model(
-        base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
-    )
-    copied = adapted(base, recipe, reach)
-    gathered: dict[nn.Parameter, nn.Parameter] = {}
-    for name, value in needed.items():
-        parent, _, leaf = name.rpartition(".")
-        if value not in gathered:
-            whole = value.full_tensor().cpu() if isinstance(value, DTensor) else value
-            gathered[value] = nn.Parameter(whole)
-        copied.get_submodule(parent)._parameters[leaf] = gathered[value]
-    return copied
 
 
 def extended(model: nn.Module, recipe: Recipe) -> Patch:

@@ -82,8 +82,8 @@ class Sharding:
             f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
                 accelerator.num_processes % window != 0
             ),
-            f"split_window {window} cannot be combined with FSDP; leave one of the two out": (
-                window > 1 and bool(fsdp2)
+            f"split_window {window} and cp_size {parts} both share sequences; leave one of the two out": (
+                window > 1 and parts > 1
             ),
         }
         for problem, wrong in refusals.items():

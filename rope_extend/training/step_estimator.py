@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.loss import NextTokenLoss, default_chunk_bytes
+from rope_extend.loss import default_chunk_bytes, next_token_loss
 from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, DirectKernelCalls, quiet_patching
@@ -141,7 +141,7 @@ class StepEstimator:
         if recipe.positions != CONSECUTIVE:
             batch["position_ids"] = torch.zeros_like(batch["input_ids"])
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
-        objective, offload = NextTokenLoss(self.model), HostOffload()
+        offload = HostOffload()
         with (
             # Before tiles, which take over a layer's forward.
             casting_as_autocast(self.model, self.dtype) as cast,
@@ -157,7 +157,7 @@ class StepEstimator:
             if recipe.gradient_accumulation > 1 or buckets:
                 self._gradients()
             counter.peak = counter.live
-            loss = objective(**batch)
+            loss = next_token_loss(self.model, **batch)
             cast.clear()
             forward = counter.peak - held
             counter.peak = counter.live

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -136,7 +136,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.run = run
         self.progress = state or RunState(0, 0, 0.0, "", args.world_size, {})
         self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
-        self.signals = _Signals()
         self.loss = self.norm = math.nan
 
     # Resuming and stopping
@@ -158,22 +157,25 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 f"{output} has {there[-1].name} of another run, which this one would replace; give "
                 "resume_from_checkpoint=True to continue that run, or another output_dir",
             )
-        begun = replace(self.progress, step=0, tokens=0, seconds=0.0, skipped=0, skipped_in_a_row=0)
         if checkpoint is not None:
             refuse_if(
                 self.args.save_only_model,
                 "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; "
                 "leave save_only_model out, or begin a new run",
             )
-            begun = replace(read_state(Path(checkpoint)), **self._described())
-        self.progress = begun
-        evaluated: dict[str, Any] = {}
+        if self.run is None:  # otherwise finetune has read the state
+            self.progress = RunState(0, 0, 0.0, "", self.args.world_size, {})
+            if checkpoint is not None:
+                self.progress = read_state(Path(checkpoint))
+        step, evaluated = self.progress.step, dict[str, Any]()
         if self.run is not None:
             data = self.run.data
             evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
-        writes = self.is_world_process_zero()
-        self.metrics = Metrics(self._metrics_path, self.progress.step, evaluated, writes=writes)
-        signals = self.signals
+        self.metrics = Metrics(self._metrics_path, step, evaluated, writes=self.is_world_process_zero())
+        if self.run is not None and data.held_out:  # before the first step, or if no step will evaluate
+            missing = not set(data.lengths) <= self.metrics.perplexity.keys()
+            self.args.eval_on_start = not step or (step == self.args.max_steps and missing)
+        self.signals = signals = _Signals()
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
@@ -187,11 +189,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             )  # fmt: skip
             raise FinetuneInterrupted(signals.agreed, saved)
         return result
-
-    def _described(self) -> dict[str, Any]:
-        """What a resumed run says about itself: not its progress."""
-        state = self.progress
-        return {"recipe": state.recipe, "model": state.model, "memory_options": state.memory_options}
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a checkpoint under another name, which becomes its own when it is complete and on disk."""
@@ -373,33 +370,23 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
-    def evaluates(self, *, last: bool) -> bool:
-        """Whether the recipe evaluates after this step."""
-        if self.run is None or not self.run.data.held_out:
-            return False
-        every = self.run.recipe.eval_every
-        return last or (every > 0 and self.state.global_step % every == 0)
-
 
 def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Result:
     """Call a function with a model, while FSDP gathers the weights of its outermost module.
 
     FSDP gathers the weights of a module only in its own forward.
     """
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not shards:
-        return function(model)
-    forward = vars(model).get("forward")
-    model.forward = lambda: function(model)
+    named: Any = model
+    named.with_all_weights = lambda: function(model)
+    register_fsdp_forward_method(model, "with_all_weights")
     try:
         with torch.no_grad():
-            result: _Result = model()
+            result: _Result = named.with_all_weights()
     finally:
-        del model.forward
-        if forward is not None:
-            model.forward = forward
-    for module in shards:  # FSDP keeps weights of some for a backward pass
-        module.reshard()
+        del named.with_all_weights
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # FSDP keeps weights of some for a backward pass
+            module.reshard()
     return result
 
 
@@ -414,30 +401,23 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Evaluate before the first step, or if no step will lead to an evaluation."""
-        trainer = self.trainer
-        state.compute_steps(args, state.max_steps)  # they may have changed since the checkpoint
+        """Count intervals as the arguments say, which may have changed since the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to record signals, after an evaluation that comes before the first step."""
         if state.global_step == 0:
-            if trainer.evaluates(last=True):
-                trainer.evaluate()
             set_seed(args.seed, device_specific=True)  # dropout differs between processes
-        elif state.global_step == state.max_steps and trainer.evaluates(last=True):
-            assert trainer.run is not None
-            if not set(trainer.run.data.lengths) <= trainer.metrics.perplexity.keys():
-                trainer.evaluate()
-        trainer.signals.catch()
+        self.trainer.signals.catch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and stop after it if a process got a signal."""
         trainer = self.trainer
         trainer.step_ended()
-        stop = trainer.signals.agree(trainer.accelerator)
         last = state.global_step >= state.max_steps
         control.should_log |= last or trainer.progress.skipped_in_a_row > 0
-        control.should_evaluate |= trainer.evaluates(last=last)
-        if last or stop:
-            control.should_training_stop = True
-            control.should_save = bool(stop) or args.save_strategy != SaveStrategy.NO
+        if trainer.signals.agree(trainer.accelerator):
+            control.should_training_stop = control.should_save = True
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
@@ -481,10 +461,9 @@ class _Signals:
         signal.signal(signum, self._before[signum])
 
     def catch(self) -> None:
-        """Begin to record signals."""
-        self.received = self.agreed = 0
+        """Begin to record signals, if that has not begun."""
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in {signal.SIGINT, signal.SIGTERM} - self._before.keys():
                 self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama
 from runs import assert_same, metrics, settings, tokenizer_of, weights
+from safetensors.torch import load_file
 from several_processes import launch
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -121,22 +122,28 @@ def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
     A run that a failure has interrupted is made anew.
     """
 
-    def trained(way: str, **changes: Any) -> Recipe:
+    def run(way: str, **changes: Any) -> Recipe:
         name = "-".join([way, *(f"{field}={value}" for field, value in changes.items())])
         fields = {**WAYS[way], **changes}
         if "data_weights" in fields:
             fields["data"] = [f"{recipe.data}/{name}.txt" for name in "abc"]
         one = replace(recipe, **fields, output_dir=str(shared / name))
-        if not (shared / name / "adapter_model.safetensors").exists():
+        if not any((shared / name).glob("*model.safetensors")):
             finetune(one, overwrite=True)
         return one
 
-    return trained
+    return run
+
+
+def trained(run: Recipe, part: str = "") -> dict[str, torch.Tensor]:
+    """All weights of a run, or of one of its checkpoints, also those that its encoding has learned."""
+    files = sorted(Path(run.output_dir, part).glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def assert_close(ours: Recipe, theirs: Recipe) -> None:
     """Assert equal weights, losses, gradient norms and perplexities, except for the order of sums."""
-    mine, others = weights(ours.output_dir), weights(theirs.output_dir)
+    mine, others = trained(ours), trained(theirs)
     assert mine.keys() == others.keys()
     for name, value in mine.items():
         torch.testing.assert_close(value, others[name], atol=1e-5, rtol=1e-4)
@@ -152,6 +159,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "learned": {"method": "t5_bias", "eval_data": None, "eval_every": 0},
     "bfloat16": {"dtype": "bfloat16"},
     "packed and mixed": {"packing": "restart", "data_weights": (2, 1, 1)},
+    "full": {"lora_targets": "none", "method": "t5_bias", "train_norm_embed": False},
 }
 
 
@@ -223,7 +231,8 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
         with torch.no_grad():
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
         records = [read_record(run.output_dir) for run in (one, two)]
-        assert records[0].base_fingerprint == records[1].base_fingerprint is not None
+        assert records[0].base_fingerprint == records[1].base_fingerprint
+        assert (records[0].base_fingerprint is None) == one.full
     assert_same(weights(again.output_dir), weights(whole.output_dir))
     assert any(
         not torch.equal(value, weights(twos[1].output_dir)[name])
@@ -239,10 +248,13 @@ def test_sharded_weights_that_one_process_reads_train_as_one_process(
     twos = [in_several(one, tmp_path) for one in ones]
     launch(
         AS_IF_GPUS + TRAIN, *(written(two, tmp_path) for two in twos), where=tmp_path,
-        environment={**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+        environment={
+            **FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        },
     )  # fmt: skip
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
+        assert_same(trained(two, "checkpoints/checkpoint-4"), trained(two))
         assert read_record(one.output_dir).base_fingerprint == read_record(two.output_dir).base_fingerprint
 
 

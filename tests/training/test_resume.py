@@ -25,7 +25,7 @@ from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
 from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
-from rope_extend.training.resume import RunState, check_continues, prepare_directory, starting_point
+from rope_extend.training.resume import RunState, check_continues, enter_directory, starting_point
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,8 @@ def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> N
     state = RunState(3, 0, 0.0, "", 1, json.loads(json.dumps(recipe.to_dict())))
     check_continues(state, replace(recipe, steps=9, save_every=1, dtype="float32"))
     with pytest.raises(
-        RopeExtendError, match=r"learning_rate was 0\.01 and is 0\.001; seed was 0 and is 1\."
+        RopeExtendError,
+        match=r"learning_rate \(0\.01 there, 0\.001 here\), seed \(0 there, 1 here\)\. .*only",
     ):
         check_continues(state, replace(recipe, learning_rate=1e-3, seed=1))
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
@@ -332,5 +333,5 @@ def test_overwrite_leaves_nothing_that_stops_a_job_that_is_queued_again(
     recipe: Recipe, finished: Path
 ) -> None:
     shutil.copytree(finished, recipe.output_dir)
-    prepare_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
+    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
     assert starting_point(Path(recipe.output_dir), recipe, True, False) is None

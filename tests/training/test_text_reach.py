@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 
 from rope_extend import RopeExtendError
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import next_token_loss
 from rope_extend.training.lora import adapted, left_out, lora_config
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, text_reach
@@ -41,7 +41,7 @@ def family(name: str) -> FamilyCase:
 
 def without_gradient(model: Any, run: Recipe, reach: TextReach | None = None) -> list[str]:
     adapter = adapted(model, run, reach).train()
-    NextTokenLoss(adapter)(torch.arange(3, 19)[None]).backward()
+    next_token_loss(adapter, torch.arange(3, 19)[None]).backward()
     return [name for name, value in adapter.named_parameters() if value.requires_grad and value.grad is None]
 
 
@@ -69,7 +69,7 @@ def test_the_dry_run_agrees_with_a_real_one(case: FamilyCase) -> None:
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear):
             part.register_forward_hook(lambda *_, name=name: called.add(name))
-    NextTokenLoss(model.train())(torch.arange(3, 35)[None]).backward()
+    next_token_loss(model.train(), torch.arange(3, 35)[None]).backward()
     for name, part in model.named_modules():
         if isinstance(part, nn.Linear) and name not in reach.unsupported:
             used = name in called and part.weight.grad is not None
