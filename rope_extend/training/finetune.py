@@ -65,8 +65,7 @@ from rope_extend.training.step_plan import (
 )
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
-from rope_extend.training.trainer_data import TrainerBlocks
-from rope_extend.training.training_data import load_data, source_names
+from rope_extend.training.training_data import TrainerBlocks, load_data, source_names
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -187,7 +186,9 @@ def _finetune(
             "how the model does on new text; give other documents as eval_data",
             data.trained_on, len(data.held_out),
         )  # fmt: skip
-    state = RunState(0, 0, 0.0, data.fingerprint, sharding.ranks, recipe.to_dict(), parts=sharding.parts)
+    state = RunState(
+        data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
+    )
     if checkpoint is not None:
         state = resumed_state(state, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))

@@ -75,12 +75,12 @@ class RunState:
             under `VERSION` that of transformers.
     """
 
-    step: int
-    tokens: int
-    seconds: float
-    data: str
-    processes: int
-    recipe: dict[str, Any]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    data: str = ""
+    processes: int = 1
+    recipe: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
     skipped_in_a_row: int = 0
     parts: int = 1

@@ -31,7 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from rope_extend.attention.split_window import current_split
 from rope_extend.checkpoint.callback import SaveEncodingCallback
 from rope_extend.data.documents import fingerprint
-from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.errors import refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.training.metrics import Metrics
@@ -129,12 +129,13 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "whole; use transformers' Trainer with SaveEncodingCallback for it",
         )
         given = options.pop("callbacks", None) or ()
-        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, _StepCallback(self)]
+        self.steps = _StepCallback(self)
+        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(self))
         self.run = run
-        self.progress = state or RunState(0, 0, 0.0, "", args.world_size, {})
+        self.progress = state or RunState()
         self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
         self.loss = self.norm = math.nan
 
@@ -157,16 +158,14 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 f"{output} has {there[-1].name} of another run, which this one would replace; give "
                 "resume_from_checkpoint=True to continue that run, or another output_dir",
             )
-        if checkpoint is not None:
-            refuse_if(
-                self.args.save_only_model,
-                "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; "
-                "leave save_only_model out, or begin a new run",
-            )
+        refuse_if(
+            checkpoint is not None and self.args.save_only_model,
+            "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; leave "
+            "save_only_model out, or begin a new run",
+        )
         if self.run is None:  # otherwise finetune has read the state
-            self.progress = RunState(0, 0, 0.0, "", self.args.world_size, {})
-            if checkpoint is not None:
-                self.progress = read_state(Path(checkpoint))
+            begins = RunState(processes=self.args.world_size)
+            self.progress = begins if checkpoint is None else read_state(Path(checkpoint))
         step, evaluated = self.progress.step, dict[str, Any]()
         if self.run is not None:
             data = self.run.data
@@ -175,19 +174,18 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is not None and data.held_out:  # before the first step, or if no step will evaluate
             missing = not set(data.lengths) <= self.metrics.perplexity.keys()
             self.args.eval_on_start = not step or (step == self.args.max_steps and missing)
-        self.signals = signals = _Signals()
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
-            signals.release()
-        if signals.agreed and self.state.global_step < self.state.max_steps:
-            saved = _checkpoint_of(self.args, self.state.global_step)
+            self.steps.release()
+        signum, done, steps = self.steps.agreed, self.state.global_step, self.state.max_steps
+        if signum and done < steps:
+            saved = _checkpoint_of(self.args, done)
             logger.warning(
                 "%s: stopped after step %d of %d and saved %s. To resume, run the same command with --resume "
-                "(resume=True)", signal.Signals(signals.agreed).name, self.state.global_step,
-                self.state.max_steps, saved,
+                "(resume=True)", signal.Signals(signum).name, done, steps, saved,
             )  # fmt: skip
-            raise FinetuneInterrupted(signals.agreed, saved)
+            raise FinetuneInterrupted(signum, saved)
         return result
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -301,12 +299,12 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             return
         limit = self.run.recipe.max_skipped if self.run else 3
         problem = f"step {state.step}: the loss is {self.loss} and the norm of the gradient is {self.norm}"
-        if state.skipped_in_a_row > limit:
-            raise RopeExtendError(
-                f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
-                f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
-                f"checkpoints are in {self.args.output_dir}"
-            )
+        refuse_if(
+            state.skipped_in_a_row > limit,
+            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
+            f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
+            f"checkpoints are in {self.args.output_dir}",
+        )
         logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
 
     # Measurements
@@ -395,29 +393,48 @@ def _checkpoint_of(args: TrainingArguments, step: int) -> Path:
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc]
-    """What `RopeTrainer` does between the steps."""
+    """Counts steps, and ends the run after one in which any process got Ctrl-C or SIGTERM.
+
+    A second signal acts at once, as usual.
+    """
 
     def __init__(self, trainer: RopeTrainer) -> None:
         self.trainer = trainer
+        self.received = self.agreed = 0
+        self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count intervals as the arguments say, which may have changed since the checkpoint."""
         state.compute_steps(args, state.max_steps)
+        self.received = self.agreed = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to record signals, after an evaluation that comes before the first step."""
         if state.global_step == 0:
             set_seed(args.seed, device_specific=True)  # dropout differs between processes
-        self.trainer.signals.catch()
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+            for signum in {signal.SIGINT, signal.SIGTERM} - self._before.keys():
+                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and stop after it if a process got a signal."""
-        trainer = self.trainer
-        trainer.step_ended()
-        last = state.global_step >= state.max_steps
-        control.should_log |= last or trainer.progress.skipped_in_a_row > 0
-        if trainer.signals.agree(trainer.accelerator):
+        self.trainer.step_ended()
+        last, skipped = state.global_step >= state.max_steps, self.trainer.progress.skipped_in_a_row
+        control.should_log |= last or skipped > 0
+        signals = torch.tensor([self.received], device=args.device)
+        self.agreed = int(self.trainer.accelerator.gather(signals).max())
+        if self.agreed:
             control.should_training_stop = control.should_save = True
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        signal.signal(signum, self._before[signum])
+
+    def release(self) -> None:
+        """Let signals act as they did before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
@@ -439,35 +456,3 @@ class _Progress(ProgressCallback):  # type: ignore[misc]
             self.training_bar.set_postfix_str(
                 f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
             )
-
-
-class _Signals:
-    """Records Ctrl-C and SIGTERM until the end of the step; a second one acts at once, as usual."""
-
-    def __init__(self) -> None:
-        self.received = self.agreed = 0
-        self._before: dict[int, Any] = {}
-
-    def agree(self, accelerator: Any) -> int:
-        """The signal that any process received, so that all stop after the same step; 0 for none."""
-        self.agreed = self.received
-        if accelerator.num_processes > 1:
-            signals = torch.tensor([self.received], device=accelerator.device)
-            self.agreed = int(accelerator.gather(signals).max())
-        return self.agreed
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received = signum
-        signal.signal(signum, self._before[signum])
-
-    def catch(self) -> None:
-        """Begin to record signals, if that has not begun."""
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
-            for signum in {signal.SIGINT, signal.SIGTERM} - self._before.keys():
-                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
-
-    def release(self) -> None:
-        """Let signals act as they did before."""
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before.clear()
