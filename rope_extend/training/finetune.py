@@ -223,7 +223,7 @@ def _finetune(
                 if main or not sharding.loaded_once:
                     with run.autocast(accelerator.device):
                         check_packed_attention(model)
-            if sharding.split:
+            if recipe.split_window > 1:
                 connected: Any = torch.distributed  # new_subgroups has no types
                 stack.enter_context(split_window(model, connected.new_subgroups(sharding.parts)[0]))
             stack.enter_context(apply_memory_options(model, memory_options))

@@ -197,12 +197,12 @@ def resumed_state(state: RunState, checkpoint: Path) -> RunState:
         RopeExtendError: the checkpoint was written with other documents, processes or parts of sequences.
     """
     saved = read_state(checkpoint)
-    _check_same(
-        "the data or the launch",
-        *({"documents": each.data, "processes": each.processes, "parts of a sequence": each.parts}
-          for each in (saved, state)),
-        "Restore the documents, and launch as many processes with the same cp_size or split_window",
-    )  # fmt: skip
+    before, now = (
+        {"documents": each.data, "processes": each.processes, "parts of a sequence": each.parts}
+        for each in (saved, state)
+    )
+    advice = "Restore the documents, and launch as many processes with the same cp_size or split_window"
+    _check_same("the data or the launch", before, now, advice)
     return replace(saved, recipe=state.recipe)
 
 

@@ -137,7 +137,9 @@ class StepEstimator:
         counter = counter_of(self.model, self.scored)
         trainable = sum(parameter.nbytes for parameter in self.parameters)
         frozen = counter.live - trainable
-        batch = {"input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)}
+        batch: dict[str, Any] = {
+            "input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)
+        }
         if recipe.positions != CONSECUTIVE:
             batch["position_ids"] = torch.zeros_like(batch["input_ids"])
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
@@ -161,7 +163,7 @@ class StepEstimator:
             cast.clear()
             forward = counter.peak - held
             counter.peak = counter.live
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -126,7 +126,7 @@ def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
         weight.requires_grad_(True)
     with LiveBytes(scored=_TOKENS):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
-        next_token_loss(empty, ids).backward()
+        next_token_loss(empty, ids).backward()  # type: ignore[no-untyped-call]
 
     gradients = {name: [outputs[name]] if name in outputs else [] for name in linear} | weights
     found = {name for name, values in gradients.items() if any(value.grad is not None for value in values)}

@@ -160,9 +160,9 @@ VARIABLES = ("ACCELERATE_", "DS_", "FSDP_", "PARALLELISM_CONFIG_", "RANK", "LOCA
 """How the names of the variables begin by which accelerate's launcher tells a process what is configured."""
 
 COMES_TO = {
-    "ddp": "MULTI_GPU Sharding(weights=False, parts=1, loaded_once=False, ranks=2",
-    "fsdp2": "FSDP Sharding(weights=True, parts=1, loaded_once=False, ranks=2",
-    "context_parallel": "FSDP Sharding(weights=True, parts=2, loaded_once=False, ranks=2",
+    "ddp": "MULTI_GPU Sharding(weights=False, parts=1, loaded_once=False, ranks=2)",
+    "fsdp2": "FSDP Sharding(weights=True, parts=1, loaded_once=False, ranks=2)",
+    "context_parallel": "FSDP Sharding(weights=True, parts=2, loaded_once=False, ranks=2)",
 }
 
 
@@ -227,5 +227,4 @@ def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path
         ("0", "0", "2"), ("1", "1", "2"),
     ]  # fmt: skip
     said = launch_forked(AS_IF_GPUS + TELL, where=tmp_path, environment={**common, **given[0]})
-    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d), split=False\)>", said)
-    assert sorted(told) == [(COMES_TO[path.stem], "0"), (COMES_TO[path.stem], "1")]
+    assert re.findall(r"<(\w+ Sharding\(.*?\))>", said) == [COMES_TO[path.stem]] * 2
