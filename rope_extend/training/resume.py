@@ -202,7 +202,7 @@ def resumed_state(state: RunState, checkpoint: Path) -> RunState:
         for each in (saved, state)
     )
     advice = "Restore the documents, and launch as many processes with the same cp_size or split_window"
-    _check_same("the data or the launch", before, now, advice)
+    _check_same("the data or launch", before, now, advice)
     return replace(saved, recipe=state.recipe)
 
 
@@ -329,6 +329,6 @@ def _check_same(what: str, before: Identity, now: Identity, advice: str) -> None
     """Refuse to resume with something else than the run began with."""
     if changed := differences(before, now):
         raise RopeExtendError(
-            f"cannot resume: {what} is not that of the run, and differs in {changed}. {advice}, or start a "
-            "new run in another output_dir"
+            f"cannot resume: {what} differs from that of the run in {changed}. {advice}, or start a new run "
+            "in another output_dir"
         )

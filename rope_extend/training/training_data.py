@@ -169,7 +169,7 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         RopeExtendError: as `load_documents` and `cut_blocks`; names the source if there are weights.
     """
 
-    def load(source: str | Sequence[str], **how: Any) -> list[Document]:
+    def documents(source: str | Sequence[str], **how: Any) -> list[Document]:
         return load_documents(source, tokenizer, text_column=recipe.text_column, **how)
 
     how = {
@@ -180,7 +180,7 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     sources, parts = [], []
     for name in [recipe.data] if recipe.data_weights is None else recipe.data:
         try:
-            sources.append(load(name, **how))
+            sources.append(documents(name, **how))
             if recipe.packs and recipe.end_of_text:
                 sources[-1] = ended(sources[-1], tokenizer, recipe.max_tokens)
             if not recipe.mixed_windows:
@@ -197,10 +197,10 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     held_out: list[Document] = []
     if recipe.eval_data is not None:
         how = {"split": recipe.eval_split, "max_documents": recipe.eval_documents}
-        held_out = load(recipe.eval_data, min_tokens=max(lengths), **how)
+        held_out = documents(recipe.eval_data, min_tokens=max(lengths), **how)
     longest = max(lengths, default=0)
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
-    known = in_common(scored, [document for documents in sources for document in documents])
+    known = in_common(scored, [document for source in sources for document in source])
     return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
 
 

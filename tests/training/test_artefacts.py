@@ -166,11 +166,11 @@ def other_text(recipe: Recipe) -> None:
 
 
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "weights": (one_bit, {}, r"differs in weights \('\w+' there, '\w+' here\)"),
-    "config": (config("rms_norm_eps", 1e-3), {}, r"differs in config \("),
-    "shape": (config("max_position_embeddings", 64), {}, r"differs in encoding \(.*shape \("),
+    "weights": (one_bit, {}, r"of the run in weights \('\w+' there, '\w+' here\)"),
+    "config": (config("rms_norm_eps", 1e-3), {}, r"of the run in config \("),
+    "shape": (config("max_position_embeddings", 64), {}, r"of the run in encoding \(.*shape \("),
     "dtype": (None, {"dtype": "bfloat16"}, r"dtype \('torch.float32' there, 'torch.bfloat16' here\)"),
-    "text": (other_text, {}, "differs in documents"),
+    "text": (other_text, {}, "of the run in documents"),
     "encoding": (None, {"method": "linear"}, r"method \('yarn' there, 'linear' here\)"),
     "settings": (None, {"lora_rank": 2}, r"lora_rank \(4 there, 2 here\)"),
 }
@@ -211,7 +211,7 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
     state = RunState(1, 1, 1.0, "", 1, {}, model=before)
     check_model(state, {**before, "config": "c", VERSION: "5.23.0"})
     for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
-        with pytest.raises(RopeExtendError, match="cannot resume: the model is not the one"):
+        with pytest.raises(RopeExtendError, match="cannot resume: the model differs from that of the run"):
             check_model(state, {**before, **changed})
 
 
