@@ -336,6 +336,8 @@ def test_sharding_follows_the_configuration_of_accelerate(monkeypatch: pytest.Mo
     ):
         with pytest.raises(RopeExtendError, match=message):
             Sharding.of(wrong)
+    with pytest.raises(RopeExtendError, match="split_window 2 and cp_size 2 both share sequences; leave one"):
+        Sharding.of(accelerator("FSDP", fsdp2=True, cp_size=2), 2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(RopeExtendError, match="FSDP is configured, but accelerate runs without it"):
         Sharding.of(accelerator("MULTI_CPU"))
