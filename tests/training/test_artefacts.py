@@ -69,6 +69,7 @@ READERS: dict[str, dict[str, str | None]] = {
     "evaluation": {
         "report_files.read_results": RESULTS,
         "cells.finished_in": None,  # digests, for an estimate of the time
+        "labels.model_name": None,  # what a model is called in texts
     },
 }
 """By room and function, the test of refusals of the artefact that it reads."""
