@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from rope_extend.attention.packed import document_inputs, packed_attention
 from rope_extend.data.blocks import pack
-from rope_extend.loss import NextTokenLoss, next_token_loss
+from rope_extend.loss import next_token_loss
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
@@ -98,11 +98,10 @@ class Trained:
         self.model = (lm if full else adapted(lm, replace(PLAN, lora_targets=targets))).train()
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
-        self.objective = NextTokenLoss(self.model)
         self.trainer: Trainer | None = None
 
     def ours(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.objective(ids)
+        return next_token_loss(self.model, ids)
 
     def theirs(self, ids: torch.Tensor) -> torch.Tensor:
         """The loss as Trainer computes it."""

@@ -53,7 +53,7 @@ from rope_extend.training.chunked_loss import chunked_loss as chunked_loss
 from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe
 from rope_extend.training.trainer import RopeTrainer as RopeTrainer
-from rope_extend.training.trainer_data import blocks as blocks
+from rope_extend.training.training_data import blocks as blocks
 from rope_extend.units import parse_lengths as parse_lengths
 
 __version__: str

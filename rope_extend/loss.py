@@ -43,36 +43,6 @@ def default_chunk_bytes(device: torch.device) -> int:
     return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
 
 
-class NextTokenLoss(torch.nn.Module):
-    """A model and its loss as one module, for wrappers of a module's forward.
-
-    DistributedDataParallel synchronises gradients, and accelerate casts under autocast, only in the forward
-    of the module that they wrap. With `accelerator.prepare(NextTokenLoss(model))`, decoder and loss are
-    inside.
-    """
-
-    def __init__(self, model: torch.nn.Module, *, chunk_bytes: int | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.chunk_bytes = chunk_bytes
-
-    @property
-    def config(self) -> Any:
-        """The model's config, which accelerate checks for sequence parallelism."""
-        return causal_lm(self.model).config
-
-    @property
-    def _no_split_modules(self) -> Any:
-        """Classes of the model's layers, each of which FSDP shards as a unit."""
-        return causal_lm(self.model)._no_split_modules
-
-    def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
-    ) -> torch.Tensor:
-        """Return `next_token_loss` of the model, a float32 scalar."""
-        return next_token_loss(self.model, input_ids, labels, chunk_bytes=self.chunk_bytes, **inputs)
-
-
 def next_token_loss(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -108,13 +78,13 @@ def next_token_loss(
 
     Raises:
         RopeExtendError: the model is not a causal language model, or it is wrapped in
-            DistributedDataParallel while gradients are enabled (wrap `NextTokenLoss` instead). Also raised by
+            DistributedDataParallel while gradients are enabled (use `chunked_loss` instead). Also raised by
             `backward(create_graph=True)`: there are no second derivatives.
     """
     if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
         raise RopeExtendError(
             "the model is wrapped in DistributedDataParallel, but the loss does not use its forward, so "
-            "gradients would not be synchronised; wrap NextTokenLoss(model) instead"
+            "gradients would not be synchronised; call chunked_loss(model) before it is wrapped instead"
         )
     hidden = hidden_states(model, input_ids, **inputs)
     if shift_labels is None:

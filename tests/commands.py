@@ -24,11 +24,6 @@ def running(process: int) -> bool:
         return False
 
 
-def _hear_interrupts() -> None:
-    """A process that a shell starts in the background ignores Ctrl-C, and so do those that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Commands:
     """Starts processes one after the other.
 
@@ -58,7 +53,6 @@ class Commands:
                 [sys.executable, *(words if python else ("-m", "rope_extend", *words))],
                 cwd=where, env={**self._environment, **(environment or {})}, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=None if os.name == "nt" else _hear_interrupts,
             )  # fmt: skip
         return self._process.pid
 

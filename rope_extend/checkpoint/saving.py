@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -43,6 +43,7 @@ def save(
     max_shard_size: int | str | None = None,
     guard: bool = True,
     record: Record | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Save a patched model, with the record of its encoding; returns the directory.
 
@@ -63,6 +64,8 @@ def save(
             `model_type: rope_extend` in its config. `AutoModelForCausalLM` loads it after
             `import rope_extend`, and refuses it otherwise, instead of loading it with the original window.
         record: the record to write, if the model does not show all of it; default: the model's own.
+        state: the state dict to write, if the model does not hold all of it, as under FSDP; default: the
+            model's own.
 
     Raises:
         RopeExtendError: the model is not patched; the directory holds a checkpoint, is the base model of the
@@ -77,12 +80,12 @@ def save(
         refuse_base_model(target, record.base_model)
     with staged(target, overwrite=overwrite) as staging:
         if adapter:
-            _write_adapter(model, staging)
+            _write_adapter(model, staging, state)
         else:
-            write_model(unwrap(model), staging, max_shard_size)
+            write_model(unwrap(model), staging, max_shard_size, state)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staging, record.target_length)
-        complete_checkpoint(staging, model, record, guard=guard, renamed=bool(base_model))
+        complete_checkpoint(staging, model, record, guard=guard, renamed=bool(base_model), state=state)
         check_finite(staging)
     if adapter:
         warn_of_local_paths(target)
@@ -123,9 +126,10 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
         result = stock(model, save_directory, *args, **options)
         given = inspect.signature(stock).bind(model, save_directory, *args, **options).arguments
         if current_patch(model) is not None and given.get("is_main_process", True):
-            names = given.get("selected_adapters")
+            names, state = given.get("selected_adapters"), options.get("state_dict")
             for directory in written_directories(Path(save_directory), model, names):
-                complete_checkpoint(directory, model, Record.of(model, base_model), renamed=bool(base_model))
+                record = Record.of(model, base_model)
+                complete_checkpoint(directory, model, record, renamed=bool(base_model), state=state)
         return result
 
     return save_pretrained
@@ -146,28 +150,39 @@ def written_directories(directory: Path, model: Any, adapters: Sequence[str] | N
 
 
 def complete_checkpoint(
-    directory: Path, model: nn.Module, record: Record, *, guard: bool = True, renamed: bool = False
+    directory: Path,
+    model: nn.Module,
+    record: Record,
+    *,
+    guard: bool = True,
+    renamed: bool = False,
+    state: Mapping[str, Tensor] | None = None,
 ) -> Record:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-    `guard` is that of `save`, `renamed` that of `write_record_with_digests`.
+    `guard` and `state` are those of `save`, `renamed` that of `write_record_with_digests`.
     """
     config = directory / "config.json"
     if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
         write_json(config, guarded_config(read_json(config)), sort_keys=True)
-    write_learned(directory, model)
+    write_learned(directory, model, state)
     if record.base_fingerprint is not None:
         fingerprint = fingerprint_without_held(model, record.base_fingerprint, directory)
         record = replace(record, base_fingerprint=fingerprint)
     return write_record_with_digests(directory, record, renamed=renamed)
 
 
-def write_model(base: Any, directory: Path, max_shard_size: int | str | None = None) -> None:
+def write_model(
+    base: Any,
+    directory: Path,
+    max_shard_size: int | str | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a model without an adapter as stock transformers reads it, without parameters of the encoding."""
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    state: dict[str, Tensor] | None = None
     if learned_parameters(base):
-        state = {name: value for name, value in base.state_dict().items() if not is_learned(name)}
+        named = base.state_dict() if state is None else state
+        state = {name: value for name, value in named.items() if not is_learned(name)}
     with _config_as_loaded(base):
         type(base).save_pretrained(base, directory, state_dict=state, **options)
 
@@ -214,12 +229,12 @@ def _config_as_loaded(base: Any) -> Iterator[None]:
                 config.tie_word_embeddings = value
 
 
-def _write_adapter(model: Any, directory: Path) -> None:
+def _write_adapter(model: Any, directory: Path, state: Mapping[str, Tensor] | None) -> None:
     """Save the active adapter."""
     active = model.active_adapters
     if len(active) != 1:
         raise RopeExtendError(f"save takes one active adapter, got {active}; choose one with set_adapter")
-    stock_save(model)(model, directory, selected_adapters=active)
+    stock_save(model)(model, directory, selected_adapters=active, state_dict=state)
     if active != ["default"]:  # peft writes an adapter of another name one level down
         for path in (directory / active[0]).iterdir():
             os.replace(path, directory / path.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -41,29 +40,30 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-memory", type=size, metavar="SIZE", help=text)
 
 
-def recipe_of(arguments: argparse.Namespace, check: Callable[[Recipe], object] = lambda made: None) -> Recipe:
-    """The recipe of parsed arguments; with `--plan`, data and output directory may be missing.
+@dataclass(frozen=True)
+class _PlannedRecipe(Recipe):
+    """A recipe whose model is there. The method's defaults, which come after this check, import torch."""
 
-    `check` is called after the checks of the values, and before the method's defaults, which import torch.
-    """
-
-    @dataclass(frozen=True)
-    class Given(Recipe):
-        def check_early(self) -> None:
-            super().check_early()
-            check(self)
-
-    defaults = {"data": "not-read", "output_dir": "not-written"} if arguments.plan else None
-    return Recipe.from_dict(from_arguments(Given, arguments, defaults).to_dict())
+    def check_early(self) -> None:
+        super().check_early()
+        check_checkpoint(self.model)
 
 
-def _check_names(recipe: Recipe, *, data: bool) -> None:
-    """Refuse a mistyped checkpoint, and with `data` files that are not there, before torch is imported."""
-    check_checkpoint(recipe.model)
-    if data:
-        for source in [recipe.data] if recipe.data_weights is None else recipe.data:
+@dataclass(frozen=True)
+class _RunRecipe(_PlannedRecipe):
+    """A recipe whose model and texts are there."""
+
+    def check_early(self) -> None:
+        super().check_early()
+        for source in [self.data] if self.data_weights is None else self.data:
             source_files(source)
-        source_files(recipe.eval_data or ())
+        source_files(self.eval_data or ())
+
+
+def recipe_of(arguments: argparse.Namespace, cls: type[Recipe] = Recipe) -> Recipe:
+    """The recipe of parsed arguments as `cls` checks it; with `--plan`, data and output may be missing."""
+    defaults = {"data": "not-read", "output_dir": "not-written"} if arguments.plan else None
+    return Recipe.from_dict(from_arguments(cls, arguments, defaults).to_dict())
 
 
 def finetune(arguments: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
-    recipe = recipe_of(arguments, lambda made: _check_names(made, data=not arguments.plan))
+    recipe = recipe_of(arguments, _PlannedRecipe if arguments.plan else _RunRecipe)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan

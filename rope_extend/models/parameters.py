@@ -110,18 +110,21 @@ def train_learned(model: nn.Module) -> None:
         parameter.data = parameter.data.float()
 
 
-def write_learned(directory: Path, model: nn.Module) -> None:
+def write_learned(directory: Path, model: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
     """Write the learned parameters of the active encoding, if any, to `encoding.safetensors`.
 
-    They get a separate file, because neither an adapter nor a stock checkpoint can hold them.
+    They get a separate file, because neither an adapter nor a stock checkpoint can hold them. Their values
+    are those of `state`, a state dict of the model, if it has them.
     """
     learned = current_learned(model)
     if learned is not None:
-        values = {
-            f"{name}.{key}": value.detach().float().contiguous()
+        given = {name: value for name, value in (state or {}).items() if is_learned(name)}
+        values = {name.rpartition(f"{LEARNED}.")[2]: value for name, value in given.items()} or {
+            f"{name}.{key}": value
             for name, each in learned.named_children()
             for key, value in _present(each).items()
         }
+        values = {name: value.detach().float().contiguous() for name, value in values.items()}
         save_file(values, directory / LEARNED_FILE, metadata={"format": "pt"})
 
 

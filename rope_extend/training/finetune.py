@@ -5,7 +5,6 @@ A recipe becomes the arguments of transformers' `Trainer`. Before that, everythi
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -42,7 +41,7 @@ from rope_extend.patching import Patch
 from rope_extend.report.versions import package_version
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.launch import check_launch
-from rope_extend.training.lora import adapted, extended, unsharded
+from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.metrics import check_trackers, tracker
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
@@ -52,11 +51,10 @@ from rope_extend.training.resume import (
     VERSION,
     RunState,
     check_model,
-    first_state,
-    prepare_directory,
+    enter_directory,
     read_state,
+    resumed_state,
     starting_point,
-    take_over,
 )
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import (
@@ -67,8 +65,7 @@ from rope_extend.training.step_plan import (
 )
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
-from rope_extend.training.trainer_data import TrainerBlocks
-from rope_extend.training.training_data import load_data, source_names
+from rope_extend.training.training_data import TrainerBlocks, load_data, source_names
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -189,12 +186,12 @@ def _finetune(
             "how the model does on new text; give other documents as eval_data",
             data.trained_on, len(data.held_out),
         )  # fmt: skip
-    state = first_state(recipe, data.fingerprint, sharding, checkpoint)
+    state = RunState(
+        data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
+    )
+    if checkpoint is not None:
+        state = resumed_state(state, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))
-    accelerator.wait_for_everyone()
-    if main and checkpoint is None:
-        prepare_directory(directory, recipe, fresh=fresh)
-    accelerator.wait_for_everyone()
 
     if model is None and sharding.weights:  # FSDP distributes what is in host memory
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
@@ -204,7 +201,6 @@ def _finetune(
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
         share = collator.share_beyond(shape.trained_length, recipe.length, _COUNTED)
-    config = copy.deepcopy(model.config)
     with _extended(model, recipe) as patch:
         if main:  # another process may hold no weights yet
             identity = {**model_identity(model), VERSION: package_version("transformers")}
@@ -227,26 +223,30 @@ def _finetune(
                 if main or not sharding.loaded_once:
                     with run.autocast(accelerator.device):
                         check_packed_attention(model)
-            if sharding.split:
+            if recipe.split_window > 1:
                 connected: Any = torch.distributed  # new_subgroups has no types
                 stack.enter_context(split_window(model, connected.new_subgroups(sharding.parts)[0]))
             stack.enter_context(apply_memory_options(model, memory_options))
             per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
             blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
+            accelerator.wait_for_everyone()  # none reads what is removed
+            if main:
+                enter_directory(directory, recipe, state.step, fresh=fresh)
+            accelerator.wait_for_everyone()
             trainer = _trainer(trained, run, state, blocks, accelerator)
             if main:
                 _log_start(trainer, run, patch, share)
-                if checkpoint is not None:
-                    take_over(directory, recipe, state.step)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         progress, metrics = trainer.progress, trainer.metrics
-        result = unsharded(trained, recipe, reach, config) if sharding.weights else trained
-        for parameter_name, parameter in result.named_parameters():
-            if recipe.full or "modules_to_save" in parameter_name:  # the dtype of the base model
-                parameter.data = parameter.data.to(dtype)
+        state_dict = _state_dict(trained, accelerator) if sharding.weights else None
+        named = trained.named_parameters() if state_dict is None else state_dict.items()
+        for name, value in named:
+            if recipe.full or "modules_to_save" in name:  # the dtype of the base model
+                value.data = value.data.to(dtype)
         trained.eval()
         if main:
-            save(result, directory, tokenizer if recipe.full else None, overwrite=True, record=record)
+            kept = tokenizer if recipe.full else None
+            save(trained, directory, kept, overwrite=True, record=record, state=state_dict)
             add_card(
                 directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on
             )
@@ -256,6 +256,16 @@ def _finetune(
         directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
         progress.skipped, trained, patch,
     )  # fmt: skip
+
+
+def _state_dict(model: Any, accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    """The weights that FSDP spreads over the processes, in host memory of the first; tied ones once."""
+    state: dict[str, torch.Tensor] = accelerator.get_state_dict(model)
+    first: dict[torch.Tensor, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            state[name] = first.setdefault(parameter, state[name])
+    return state
 
 
 @contextmanager
@@ -292,6 +302,8 @@ def _trainer(
         logging_nan_inf_filter=False,  # RopeTrainer has its own
         save_steps=recipe.save_every or recipe.steps,
         save_total_limit=recipe.keep_checkpoints,
+        eval_strategy="steps" if run.data.held_out else "no",
+        eval_steps=recipe.eval_every or recipe.steps,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=accelerator.device.type == "cuda",
@@ -303,7 +315,7 @@ def _trainer(
     written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
         model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
-        train_dataset=blocks, data_collator=default_data_collator,
+        train_dataset=blocks, eval_dataset=run.data.held_out, data_collator=default_data_collator,
         callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
-from rope_extend.models.decoders import unwrap
 from rope_extend.models.parameters import train_learned
-from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """The linear layers that `lora_targets` means, by path.
-
-    Attributes:
-        targets: what peft gets: `all-linear`, or ends of paths.
-        chosen: layers with LoRA.
-        left_out: layers that peft would adapt by `targets`, but that cannot be trained on text.
-    """
-
-    targets: str | list[str]
-    chosen: frozenset[str]
-    left_out: frozenset[str]
 
 
 def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> LoraConfig:
@@ -52,9 +33,9 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
             on text.
     """
     reach = reach or text_reach(model)
-    layers = _layers(model, recipe.lora_targets, reach)
+    targets, chosen, left_out = _layers(model, recipe.lora_targets, reach)
     extra: dict[str, Any] = {}
-    if excluded := _patterns(layers, reach):
+    if excluded := _patterns(chosen, left_out, reach.below):
         extra["exclude_modules"] = f"({'|'.join(excluded)})"
     if recipe.train_norm_embed:
         saved = set(norms_and_embedding(model)) - reach.unreached
@@ -69,7 +50,7 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
         lora_dropout=recipe.lora_dropout,
         use_rslora=recipe.rslora,
         use_dora=recipe.dora,
-        target_modules=layers.targets,
+        target_modules=targets,
         **extra,
     )
 
@@ -80,7 +61,7 @@ def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
     Returns:
         Paths, sorted, with `*` for numbers; of encoders of images and sound only their own path.
     """
-    paths = set(reach.unreached if recipe.full else _layers(model, recipe.lora_targets, reach).left_out)
+    paths = set(reach.unreached) if recipe.full else _layers(model, recipe.lora_targets, reach)[2]
     if recipe.train_norm_embed:
         paths |= reach.unreached.intersection(norms_and_embedding(model))
     named = {next((part for part in reach.encoders if path.startswith(f"{part}.")), path) for path in paths}
@@ -113,65 +94,23 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
     return trained
 
 
-def unsharded(model: Any, recipe: Recipe, reach: TextReach, config: Any) -> Any:
-    """A copy of a model that FSDP shards, with the weights to save on the CPU; every process calls this.
-
-    The weights that an adapter does not need stay on the meta device.
-
-    Args:
-        model: what `adapted` returned.
-        recipe: the run.
-        reach: as in `lora_config`.
-        config: the model's config before the patch.
-    """
-    named = model.named_parameters(remove_duplicate=False)  # a tied head under both names
-    needed = {name: value for name, value in named if value.requires_grad or recipe.full}
-    with torch.device("meta"):
-        base = type(unwrap(model))(config)
-    patch: Any = current_patch(model)
-    patch_model(
-        base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
-    )
-    copied = adapted(base, recipe, reach)
-    gathered: dict[nn.Parameter, nn.Parameter] = {}
-    for name, value in needed.items():
-        parent, _, leaf = name.rpartition(".")
-        if value not in gathered:
-            whole = value.full_tensor().cpu() if isinstance(value, DTensor) else value
-            gathered[value] = nn.Parameter(whole)
-        copied.get_submodule(parent)._parameters[leaf] = gathered[value]
-    return copied
-
-
 def extended(model: nn.Module, recipe: Recipe) -> Patch:
     """Patch the model with the recipe's method.
 
     Raises:
         RopeExtendError: as `extend`.
     """
-    start = {"start": recipe.start, "current_length": recipe.current_length}
-    if recipe.method == "none":  # the control: the same run without an extension
-        if recipe.start == CURRENT:
-            current = current_table(model, recipe.trained_length, recipe.current_length)
-            unchanged = current.with_table(
-                current.shape.inv_freq(), current.attention_factor, recipe.target_length
-            )
-            return patch_model(
-                model,
-                unchanged,
-                trained_length=current.pretrained.trained_length,
-                target_length=recipe.target_length,
-            )
-        return patch_model(
-            model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
-        )
-    return extend(
-        model,
-        recipe.target_length,
-        recipe.method,
-        trained_length=recipe.trained_length,
-        **{**start, **recipe.method_parameters},
-    )
+    if recipe.method != "none":
+        start = {"start": recipe.start, "current_length": recipe.current_length}
+        how = {"trained_length": recipe.trained_length, **start, **recipe.method_parameters}
+        return extend(model, recipe.target_length, recipe.method, **how)
+    # The control: the same run without an extension.
+    unchanged, trained_length = encoding("none"), recipe.trained_length
+    if recipe.start == CURRENT:
+        now = current_table(model, recipe.trained_length, recipe.current_length)
+        unchanged = now.with_table(now.shape.inv_freq(), now.attention_factor, recipe.target_length)
+        trained_length = now.pretrained.trained_length
+    return patch_model(model, unchanged, trained_length=trained_length, target_length=recipe.target_length)
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -188,8 +127,14 @@ def _user_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(path)
 
 
-def _layers(model: Any, targets: str | Sequence[str], reach: TextReach) -> _Layers:
-    """The linear layers of `lora_targets`.
+def _layers(
+    model: Any, targets: str | Sequence[str], reach: TextReach
+) -> tuple[str | list[str], set[str], set[str]]:
+    """The linear layers that `lora_targets` means.
+
+    Returns:
+        What peft gets, `all-linear` or ends of paths; the paths of the layers with LoRA; and those of layers
+        that peft would adapt too, but that cannot be trained on text.
 
     Raises:
         RopeExtendError: as `lora_config`.
@@ -197,37 +142,31 @@ def _layers(model: Any, targets: str | Sequence[str], reach: TextReach) -> _Laye
     head = model.get_output_embeddings()
     linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     trainable = linear - reach.unreached - reach.unsupported
+    names: str | list[str] = list(targets)
     if targets == "all-linear":
         # Not a list of paths: for some families, peft adapts stacked experts too.
-        meant = {name for name in linear if model.get_submodule(name) is not head}
-        return _Layers("all-linear", frozenset(meant & trainable), frozenset(meant - trainable))
-    if targets == "attention":
+        names, meant = targets, {name for name in linear if model.get_submodule(name) is not head}
+    elif targets == "attention":
         linear = {name for name in linear if not name.startswith(reach.below)}
-        inside = {name for name in linear if _is_attention(_user_of(model, name))}
+        meant = {name for name in linear if _is_attention(_user_of(model, name))}
         if any(_leaf(name) == "gate_up_proj" for name, _ in model.named_parameters()):
             # In models with such experts, peft takes every `gate_proj` for a part of them, and refuses it.
-            inside = {name for name in inside if _leaf(name) != "gate_proj"}
-        ends = {
-            _end(name, lambda end: any(_named(other, end) for other in linear - inside)) for name in inside
-        }
-        return _Layers(sorted(ends), frozenset(inside & trainable), frozenset(inside - trainable))
-    meant = set[str]()
-    for target in targets:
-        found = {name for name in linear if _named(name, target)}
-        if not found:  # peft would silently ignore this target
-            leaves = ", ".join(sorted({_leaf(name) for name in linear}))
-            raise RopeExtendError(
-                f"recipe: lora_targets has {target!r}, which this model does not have; its linear layers are "
-                f"{leaves}"
-            )
-        if not found & trainable:
-            leaves = ", ".join(sorted({_leaf(name) for name in trainable}))
-            raise RopeExtendError(
-                f"recipe: lora_targets has {target!r}, which LoRA cannot train on text in this model; choose "
-                f"among {leaves}"
-            )
-        meant |= found
-    return _Layers(list(targets), frozenset(meant & trainable), frozenset(meant - trainable))
+            meant = {name for name in meant if _leaf(name) != "gate_proj"}
+        names = _ends(meant, lambda end: any(_named(other, end) for other in linear - meant))
+    else:
+        meant = set()
+        for target in targets:
+            found = {name for name in linear if _named(name, target)}
+            if not found & trainable:  # peft would silently ignore a target that is not there
+                reason = (
+                    "LoRA cannot train on text in this model; choose among"
+                    if found
+                    else "this model does not have; its linear layers are"
+                )
+                leaves = ", ".join(sorted({_leaf(name) for name in (trainable if found else linear)}))
+                raise RopeExtendError(f"recipe: lora_targets has {target!r}, which {reason} {leaves}")
+            meant |= found
+    return names, meant & trainable, meant - trainable
 
 
 def _named(path: str, end: str) -> bool:
@@ -235,29 +174,33 @@ def _named(path: str, end: str) -> bool:
     return f".{path}".endswith(f".{end}")
 
 
-def _end(path: str, ambiguous: Callable[[str], bool]) -> str:
-    """The shortest end of a path, in whole names, that is not ambiguous; the path if all are."""
-    names = path.split(".")
-    ends = (".".join(names[start:]) for start in range(len(names) - 1, 0, -1))
-    return next((end for end in ends if not ambiguous(end)), path)
+def _ends(paths: Iterable[str], ambiguous: Callable[[str], bool]) -> list[str]:
+    """The shortest end of each path, in whole names, that is not ambiguous; the path if all are."""
+
+    def end(path: str) -> str:
+        names = path.split(".")
+        ends = (".".join(names[start:]) for start in range(len(names) - 1, 0, -1))
+        return next((end for end in ends if not ambiguous(end)), path)
+
+    return sorted(set(map(end, paths)))
 
 
 def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:
     """Names of modules for `modules_to_save`, which peft compares with the last characters of all paths."""
     wanted = {f"base_model.model.{path}" for path in paths}
     others = {f"base_model.model.{path}" for path, _ in model.named_modules()} - wanted
-    return sorted({_end(path, lambda end: any(other.endswith(end) for other in others)) for path in wanted})
+    return _ends(wanted, lambda end: any(other.endswith(end) for other in others))
 
 
-def _patterns(layers: _Layers, reach: TextReach) -> list[str]:
+def _patterns(chosen: set[str], left_out: set[str], below: tuple[str, ...]) -> list[str]:
     """Patterns of the paths that peft leaves out, with one pattern for all layers where that is possible."""
-    patterns = {rf"{re.escape(path)}.*" for path in reach.below}
-    for path in layers.left_out:
-        if path.startswith(reach.below):
+    patterns = {rf"{re.escape(path)}.*" for path in below}
+    for path in left_out:
+        if path.startswith(below):
             continue
         names = path.split(".")
         pattern = r"\.".join(r"\d+" if name.isdigit() else re.escape(name) for name in names)
-        every = not any(re.fullmatch(pattern, name) for name in layers.chosen)
+        every = not any(re.fullmatch(pattern, name) for name in chosen)
         patterns.add(pattern if every else re.escape(path))
     return sorted(patterns)
 

@@ -20,6 +20,7 @@ from rope_extend.loss import causal_lm
 from rope_extend.models.config_facts import layer_types_except_full_attention, window_of
 from rope_extend.models.families import family_for
 from rope_extend.models.loading import default_dtype, empty_model
+from rope_extend.models.processes import is_main_process
 from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import extended, left_out, lora_config
@@ -67,7 +68,7 @@ def check_recipe(
     if not recipe.full:
         lora_config(model, recipe, reach)
     chunked_loss(model).remove()
-    if sharding.rank == 0 and (paths := left_out(model, recipe, reach)):
+    if is_main_process() and (paths := left_out(model, recipe, reach)):
         logger.info("left out, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:

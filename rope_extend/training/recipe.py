@@ -61,12 +61,15 @@ BY_METHOD: Any = None
 """The default of fields that depend on others; a recipe that is made holds the value that follows."""
 STEPS = 400
 """The YaRN paper's steps (2309.00071), there with 64 sequences each; `advise` starts from them, too."""
-_RATES = {False: 2e-4, True: 2e-5}
-"""Default learning rates: of LoRA, and of all weights."""
-_SCHEDULE_DEFAULTS = {"steps": STEPS, "lora_targets": "attention", "train_norm_embed": False}
-"""Defaults for rotary schedules, which leave a model most of what it knows."""
-_REPLACEMENT_DEFAULTS = {"steps": 2000, "lora_targets": "all-linear", "train_norm_embed": True}
-"""Defaults for encodings that replace RoPE: the model must relearn position."""
+_REPLACED = "encodings that replace RoPE"
+"""They must relearn position. Other methods leave a model most of what it knows."""
+_DEFAULTS = {
+    "steps": (STEPS, 2000, _REPLACED),
+    "lora_targets": ("attention", "all-linear", _REPLACED),
+    "train_norm_embed": (False, True, _REPLACED),
+    "learning_rate": (2e-4, 2e-5, "all weights"),
+}
+"""By field, the usual default, another one, and what that is for."""
 
 
 @dataclass(frozen=True)
@@ -377,15 +380,13 @@ class Recipe(Config):
 
         method = method_named(self.method)
         method.split_parameters(self.method_parameters)
-        defaults = _REPLACEMENT_DEFAULTS if method.replaces_rotation else _SCHEDULE_DEFAULTS
-        return {**defaults, "learning_rate": _RATES[self.full]}
+        others = {_REPLACED: method.replaces_rotation, "all weights": self.full}
+        return {name: other if others[of] else usual for name, (usual, other, of) in _DEFAULTS.items()}
 
     @classmethod
     def default_text(cls, item: Field[Any]) -> str | None:
-        """The default of a field for help, with both values of a field that depends on the method."""
-        if item.name == "learning_rate":
-            return f"{_RATES[False]:g}; {_RATES[True]:g} for all weights"
-        if item.name not in _SCHEDULE_DEFAULTS:
+        """The default of a field for help, with both values of a field that depends on others."""
+        if item.name not in _DEFAULTS:
             return super().default_text(item)
-        usual, replaced = _SCHEDULE_DEFAULTS[item.name], _REPLACEMENT_DEFAULTS[item.name]
-        return f"{usual}; {replaced} for encodings that replace RoPE" if usual != replaced else str(usual)
+        usual, other, of = _DEFAULTS[item.name]
+        return f"{usual}; {other} for {of}"

@@ -26,11 +26,10 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.staging import checkpoint_files
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.sharding import Sharding
 from rope_extend.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -76,12 +75,12 @@ class RunState:
             under `VERSION` that of transformers.
     """
 
-    step: int
-    tokens: int
-    seconds: float
-    data: str
-    processes: int
-    recipe: dict[str, Any]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    data: str = ""
+    processes: int = 1
+    recipe: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
     skipped_in_a_row: int = 0
     parts: int = 1
@@ -167,15 +166,14 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
         RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, all of
             its checkpoints are damaged, or the recipe describes another run.
     """
-    if resume and overwrite:
-        raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
+    refuse_if(resume and overwrite, "resume and overwrite contradict each other; choose one of them")
     # A run would also replace another model there.
     finished = checkpoint_files(directory)
     present = [name for name in _RUN_FILES if (directory / name).exists()] + finished
     if not resume:
-        if present and not overwrite:
+        for name in [] if overwrite else present:
             raise RopeExtendError(
-                f"{directory} already holds a run or a checkpoint ({present[0]}); resume=True continues it, "
+                f"{directory} already holds a run or a checkpoint ({name}); resume=True continues it, "
                 "overwrite=True replaces it, or choose another output_dir"
             )
         return None
@@ -192,47 +190,43 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
     return checkpoint
 
 
-def first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:
-    """The state at the start: step 0, or that of the checkpoint, if data and processes are the same.
-
-    Args:
-        recipe: the run.
-        content: fingerprint of its documents.
-        sharding: the share of the run that each process has.
-        checkpoint: from which the run is resumed, or None.
+def resumed_state(state: RunState, checkpoint: Path) -> RunState:
+    """The state of a checkpoint, with the recipe of `state`, if documents and processes are those of `state`.
 
     Raises:
         RopeExtendError: the checkpoint was written with other documents, processes or parts of sequences.
     """
-    state = RunState(0, 0, 0.0, content, sharding.ranks, recipe.to_dict(), parts=sharding.parts)
-    if checkpoint is None:
-        return state
     saved = read_state(checkpoint)
-    differences_of = {
-        f"the documents of {recipe.data!r} are not those of {checkpoint}; restore them, or start a new run "
-        "in another output_dir": saved.data != state.data,
-        f"{checkpoint} was written by {saved.processes} processes, and this run has {state.processes}; "
-        f"launch {saved.processes}": saved.processes != state.processes,
-        f"{checkpoint} was written with sequences in {saved.parts} parts, and this run has {state.parts}; "
-        "launch it with the same cp_size": saved.parts != state.parts,
-    }
-    for text, differs in differences_of.items():
-        if differs:
-            raise RopeExtendError(f"cannot resume: {text}")
+    before, now = (
+        {"documents": each.data, "processes": each.processes, "parts of a sequence": each.parts}
+        for each in (saved, state)
+    )
+    advice = "Restore the documents, and launch as many processes with the same cp_size or split_window"
+    _check_same("the data or launch", before, now, advice)
     return replace(saved, recipe=state.recipe)
 
 
-def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
-    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
+def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bool = False) -> None:
+    """Write the recipe of a run, and remove what is left of a killed save; call it once nothing can refuse.
+
+    Args:
+        directory: that of the run.
+        recipe: the run.
+        step: after which the run resumes. Later checkpoints stay until it has saved one.
+        fresh: first remove an earlier run.
+
+    Raises:
+        RopeExtendError: the directory cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        finished = checkpoint_files(directory)
-        for name in {*_RUN_FILES, *finished} if fresh else ():
+        for name in {*_RUN_FILES, *checkpoint_files(directory)} if fresh else ():
             path = directory / name
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
@@ -286,21 +280,6 @@ def prune(directory: Path, keep: int | None, step: int, best: int | None = None)
         shutil.rmtree(old)
 
 
-def take_over(directory: Path, recipe: Recipe, step: int) -> None:
-    """Write the recipe of a resumed run, and remove what a killed save had still to remove.
-
-    Checkpoints after `step` stay until the run has saved one. Call this once nothing can refuse the run.
-
-    Raises:
-        RopeExtendError: the directory cannot be written.
-    """
-    try:
-        prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
-        write_text(directory / "recipe.yaml", recipe.to_yaml())
-    except OSError as error:
-        raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
-
-
 def read_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint, without its weights.
 
@@ -322,19 +301,14 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     Raises:
         RopeExtendError: names every field that differs, with both values.
     """
-    now, then = json.loads(json.dumps(recipe.to_dict())), state.recipe  # with lists, as in the file
-    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then.get(name)]
-    if changed:
-        listed = "; ".join(f"{name} was {then.get(name)!r} and is {now[name]!r}" for name in changed)
-        raise RopeExtendError(
-            f"cannot resume: {listed}. Restore these fields, or start a new run in another output_dir; only "
-            f"these fields may change: {', '.join(sorted(MAY_CHANGE))}"
-        )
-    if recipe.steps < state.step:
-        raise RopeExtendError(
-            f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise "
-            "steps"
-        )
+    now = {name: value for name, value in recipe.to_dict().items() if name not in MAY_CHANGE}
+    then = {name: state.recipe.get(name) for name in now}
+    only = f"only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
+    _check_same("the recipe", then, now, f"Restore these fields; {only}")
+    refuse_if(
+        recipe.steps < state.step,
+        f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise steps",
+    )
 
 
 def check_model(state: RunState, identity: Identity) -> None:
@@ -345,13 +319,16 @@ def check_model(state: RunState, identity: Identity) -> None:
     Raises:
         RopeExtendError: names what differs, such as the weights, the config or the dtype.
     """
-    if not state.model:  # a run that begins
-        return
-    before = dict(state.model)
+    before = state.model or identity  # of a run that begins
     if before.get(VERSION) != identity.get(VERSION):
-        before |= {name: identity.get(name) for name in (VERSION, "config")}
-    if changed := differences(before, identity):
+        before = {**before, **{name: identity.get(name) for name in (VERSION, "config")}}
+    _check_same("the model", before, identity, "Restore it (or set dtype to that of the run)")
+
+
+def _check_same(what: str, before: Identity, now: Identity, advice: str) -> None:
+    """Refuse to resume with something else than the run began with."""
+    if changed := differences(before, now):
         raise RopeExtendError(
-            f"cannot resume: the model is not the one that the run began with, and differs in {changed}. "
-            "Restore it (or set dtype to that of the run), or start a new run in another output_dir"
+            f"cannot resume: {what} differs from that of the run in {changed}. {advice}, or start a new run "
+            "in another output_dir"
         )

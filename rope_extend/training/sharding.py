@@ -6,7 +6,7 @@ name                   what a process holds                            turned on
 data parallel (DDP)    all weights, other sequences                    several processes
 FSDP2                  a part of the weights, other sequences          `fsdp_version: 2`
 context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
-split window           all weights, a part of each sequence            `split_window` of the recipe
+split window           as DDP or FSDP2, a part of each sequence        `split_window` of the recipe
 =====================  ==============================================  ====================================
 
 `Trainer` and accelerate do the work. Here is what they do not check.
@@ -41,16 +41,12 @@ class Sharding:
         parts: number of processes that share each sequence, by ring attention (`cp_size`) or `split_window`.
         loaded_once: whether only the first process reads the weights and sends them to the others.
         ranks: number of processes.
-        rank: number of this process.
-        split: whether processes share sequences by `split_window`.
     """
 
     weights: bool = False
     parts: int = 1
     loaded_once: bool = False
     ranks: int = 1
-    rank: int = 0
-    split: bool = False
 
     @classmethod
     def of(cls, accelerator: Accelerator, window: int = 1) -> Self:
@@ -82,8 +78,8 @@ class Sharding:
             f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
                 accelerator.num_processes % window != 0
             ),
-            f"split_window {window} cannot be combined with FSDP; leave one of the two out": (
-                window > 1 and bool(fsdp2)
+            f"split_window {window} and cp_size {parts} both share sequences; leave one of the two out": (
+                window > 1 and parts > 1
             ),
         }
         for problem, wrong in refusals.items():
@@ -93,8 +89,6 @@ class Sharding:
             parts=max(parts, window),
             loaded_once=fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading),
             ranks=accelerator.num_processes,
-            rank=accelerator.process_index,
-            split=window > 1,
         )
 
     @property
@@ -118,9 +112,9 @@ class Sharding:
             "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
             "trained embedding from the head that is tied to it; set it to false in accelerate's config",
         )
-        if self.split:
+        if recipe.split_window > 1:
             check_split(model, self.parts)
-        if self.split or self.parts == 1:
+        if recipe.split_window > 1 or self.parts == 1:
             return
         setting = f"cp_size {self.parts}"
         config = causal_lm(model).config.get_text_config(decoder=True)

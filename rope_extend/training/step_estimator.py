@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.loss import NextTokenLoss, default_chunk_bytes
+from rope_extend.loss import default_chunk_bytes, next_token_loss
 from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, DirectKernelCalls, quiet_patching
@@ -137,11 +137,13 @@ class StepEstimator:
         counter = counter_of(self.model, self.scored)
         trainable = sum(parameter.nbytes for parameter in self.parameters)
         frozen = counter.live - trainable
-        batch = {"input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)}
+        batch: dict[str, Any] = {
+            "input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)
+        }
         if recipe.positions != CONSECUTIVE:
             batch["position_ids"] = torch.zeros_like(batch["input_ids"])
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
-        objective, offload = NextTokenLoss(self.model), HostOffload()
+        offload = HostOffload()
         with (
             # Before tiles, which take over a layer's forward.
             casting_as_autocast(self.model, self.dtype) as cast,
@@ -157,11 +159,11 @@ class StepEstimator:
             if recipe.gradient_accumulation > 1 or buckets:
                 self._gradients()
             counter.peak = counter.live
-            loss = objective(**batch)
+            loss = next_token_loss(self.model, **batch)
             cast.clear()
             forward = counter.peak - held
             counter.peak = counter.live
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META
 
@@ -126,7 +126,7 @@ def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
         weight.requires_grad_(True)
     with LiveBytes(scored=_TOKENS):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
-        NextTokenLoss(empty)(ids).backward()
+        next_token_loss(empty, ids).backward()  # type: ignore[no-untyped-call]
 
     gradients = {name: [outputs[name]] if name in outputs else [] for name in linear} | weights
     found = {name for name, values in gradients.items() if any(value.grad is not None for value in values)}

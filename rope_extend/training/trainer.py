@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -31,7 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from rope_extend.attention.split_window import current_split
 from rope_extend.checkpoint.callback import SaveEncodingCallback
 from rope_extend.data.documents import fingerprint
-from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.errors import refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.training.metrics import Metrics
@@ -129,14 +129,14 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "whole; use transformers' Trainer with SaveEncodingCallback for it",
         )
         given = options.pop("callbacks", None) or ()
-        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, _StepCallback(self)]
+        self.steps = _StepCallback(self)
+        callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
         if self.pop_callback(ProgressCallback):
             self.add_callback(_Progress(self))
         self.run = run
-        self.progress = state or RunState(0, 0, 0.0, "", args.world_size, {})
+        self.progress = state or RunState()
         self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
-        self.signals = _Signals()
         self.loss = self.norm = math.nan
 
     # Resuming and stopping
@@ -158,40 +158,35 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 f"{output} has {there[-1].name} of another run, which this one would replace; give "
                 "resume_from_checkpoint=True to continue that run, or another output_dir",
             )
-        begun = replace(self.progress, step=0, tokens=0, seconds=0.0, skipped=0, skipped_in_a_row=0)
-        if checkpoint is not None:
-            refuse_if(
-                self.args.save_only_model,
-                "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; "
-                "leave save_only_model out, or begin a new run",
-            )
-            begun = replace(read_state(Path(checkpoint)), **self._described())
-        self.progress = begun
-        evaluated: dict[str, Any] = {}
+        refuse_if(
+            checkpoint is not None and self.args.save_only_model,
+            "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; leave "
+            "save_only_model out, or begin a new run",
+        )
+        if self.run is None:  # otherwise finetune has read the state
+            begins = RunState(processes=self.args.world_size)
+            self.progress = begins if checkpoint is None else read_state(Path(checkpoint))
+        step, evaluated = self.progress.step, dict[str, Any]()
         if self.run is not None:
             data = self.run.data
             evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
-        writes = self.is_world_process_zero()
-        self.metrics = Metrics(self._metrics_path, self.progress.step, evaluated, writes=writes)
-        signals = self.signals
+        self.metrics = Metrics(self._metrics_path, step, evaluated, writes=self.is_world_process_zero())
+        if self.run is not None and data.held_out:  # before the first step, or if no step will evaluate
+            missing = not set(data.lengths) <= self.metrics.perplexity.keys()
+            self.args.eval_on_start = not step or (step == self.args.max_steps and missing)
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
-            signals.release()
-        if signals.agreed and self.state.global_step < self.state.max_steps:
-            saved = _checkpoint_of(self.args, self.state.global_step)
+            self.steps.release()
+        signum, done, steps = self.steps.agreed, self.state.global_step, self.state.max_steps
+        if signum and done < steps:
+            saved = _checkpoint_of(self.args, done)
             logger.warning(
                 "%s: stopped after step %d of %d and saved %s. To resume, run the same command with --resume "
-                "(resume=True)", signal.Signals(signals.agreed).name, self.state.global_step,
-                self.state.max_steps, saved,
+                "(resume=True)", signal.Signals(signum).name, done, steps, saved,
             )  # fmt: skip
-            raise FinetuneInterrupted(signals.agreed, saved)
+            raise FinetuneInterrupted(signum, saved)
         return result
-
-    def _described(self) -> dict[str, Any]:
-        """What a resumed run says about itself: not its progress."""
-        state = self.progress
-        return {"recipe": state.recipe, "model": state.model, "memory_options": state.memory_options}
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a checkpoint under another name, which becomes its own when it is complete and on disk."""
@@ -304,12 +299,12 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             return
         limit = self.run.recipe.max_skipped if self.run else 3
         problem = f"step {state.step}: the loss is {self.loss} and the norm of the gradient is {self.norm}"
-        if state.skipped_in_a_row > limit:
-            raise RopeExtendError(
-                f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
-                f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
-                f"checkpoints are in {self.args.output_dir}"
-            )
+        refuse_if(
+            state.skipped_in_a_row > limit,
+            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
+            f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
+            f"checkpoints are in {self.args.output_dir}",
+        )
         logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
 
     # Measurements
@@ -373,33 +368,23 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
-    def evaluates(self, *, last: bool) -> bool:
-        """Whether the recipe evaluates after this step."""
-        if self.run is None or not self.run.data.held_out:
-            return False
-        every = self.run.recipe.eval_every
-        return last or (every > 0 and self.state.global_step % every == 0)
-
 
 def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Result:
     """Call a function with a model, while FSDP gathers the weights of its outermost module.
 
     FSDP gathers the weights of a module only in its own forward.
     """
-    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not shards:
-        return function(model)
-    forward = vars(model).get("forward")
-    model.forward = lambda: function(model)
+    named: Any = model
+    named.with_all_weights = lambda: function(model)
+    register_fsdp_forward_method(model, "with_all_weights")
     try:
         with torch.no_grad():
-            result: _Result = model()
+            result: _Result = named.with_all_weights()
     finally:
-        del model.forward
-        if forward is not None:
-            model.forward = forward
-    for module in shards:  # FSDP keeps weights of some for a backward pass
-        module.reshard()
+        del named.with_all_weights
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # FSDP keeps weights of some for a backward pass
+            module.reshard()
     return result
 
 
@@ -408,36 +393,48 @@ def _checkpoint_of(args: TrainingArguments, step: int) -> Path:
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc]
-    """What `RopeTrainer` does between the steps."""
+    """Counts steps, and ends the run after one in which any process got Ctrl-C or SIGTERM.
+
+    A second signal acts at once, as usual.
+    """
 
     def __init__(self, trainer: RopeTrainer) -> None:
         self.trainer = trainer
+        self.received = self.agreed = 0
+        self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Evaluate before the first step, or if no step will lead to an evaluation."""
-        trainer = self.trainer
-        state.compute_steps(args, state.max_steps)  # they may have changed since the checkpoint
+        """Count intervals as the arguments say, which may have changed since the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+        self.received = self.agreed = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to record signals, after an evaluation that comes before the first step."""
         if state.global_step == 0:
-            if trainer.evaluates(last=True):
-                trainer.evaluate()
             set_seed(args.seed, device_specific=True)  # dropout differs between processes
-        elif state.global_step == state.max_steps and trainer.evaluates(last=True):
-            assert trainer.run is not None
-            if not set(trainer.run.data.lengths) <= trainer.metrics.perplexity.keys():
-                trainer.evaluate()
-        trainer.signals.catch()
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+            for signum in {signal.SIGINT, signal.SIGTERM} - self._before.keys():
+                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and stop after it if a process got a signal."""
-        trainer = self.trainer
-        trainer.step_ended()
-        stop = trainer.signals.agree(trainer.accelerator)
-        last = state.global_step >= state.max_steps
-        control.should_log |= last or trainer.progress.skipped_in_a_row > 0
-        control.should_evaluate |= trainer.evaluates(last=last)
-        if last or stop:
-            control.should_training_stop = True
-            control.should_save = bool(stop) or args.save_strategy != SaveStrategy.NO
+        self.trainer.step_ended()
+        last, skipped = state.global_step >= state.max_steps, self.trainer.progress.skipped_in_a_row
+        control.should_log |= last or skipped > 0
+        signals = torch.tensor([self.received], device=args.device)
+        self.agreed = int(self.trainer.accelerator.gather(signals).max())
+        if self.agreed:
+            control.should_training_stop = control.should_save = True
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        signal.signal(signum, self._before[signum])
+
+    def release(self) -> None:
+        """Let signals act as they did before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
@@ -459,36 +456,3 @@ class _Progress(ProgressCallback):  # type: ignore[misc]
             self.training_bar.set_postfix_str(
                 f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
             )
-
-
-class _Signals:
-    """Records Ctrl-C and SIGTERM until the end of the step; a second one acts at once, as usual."""
-
-    def __init__(self) -> None:
-        self.received = self.agreed = 0
-        self._before: dict[int, Any] = {}
-
-    def agree(self, accelerator: Any) -> int:
-        """The signal that any process received, so that all stop after the same step; 0 for none."""
-        self.agreed = self.received
-        if accelerator.num_processes > 1:
-            signals = torch.tensor([self.received], device=accelerator.device)
-            self.agreed = int(accelerator.gather(signals).max())
-        return self.agreed
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.received = signum
-        signal.signal(signum, self._before[signum])
-
-    def catch(self) -> None:
-        """Begin to record signals."""
-        self.received = self.agreed = 0
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
-
-    def release(self) -> None:
-        """Let signals act as they did before."""
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before.clear()

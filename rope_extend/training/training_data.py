@@ -1,4 +1,4 @@
-"""The data of a run: blocks to train on, from sources that are read, cut and ordered; and held-out text."""
+"""What a model trains on: blocks of documents for any trainer, and the data of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,132 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
+import torch
+
+from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.choices import UNPACKED
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
-from rope_extend.data.packing import ended, packed_blocks
-from rope_extend.errors import RopeExtendError
+from rope_extend.data.packing import check_packing, ended, packed_blocks
+from rope_extend.data.sampled_positions import PositionCollator, check_meaning
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.patching import current_patch
+from rope_extend.training.chunked_loss import has_chunked_loss
+from rope_extend.training.model_checks import check_sampled
 from rope_extend.training.recipe import Recipe
+from rope_extend.units import parse_length
+
+Item = dict[str, torch.Tensor]
+
+
+def blocks(
+    documents: Sequence[Document],
+    length: int | str,
+    *,
+    packing: bool = False,
+    positions: str | None = None,
+    model: torch.nn.Module | None = None,
+    seed: int = 0,
+    tokenizer: Any | None = None,
+) -> TrainerBlocks:
+    """Cut documents into blocks of `length` tokens, for `Trainer`, trainers built on it, and your own loop.
+
+    Items have `input_ids`, `labels`, which are not shifted, and `attention_mask`, `position_ids` or both,
+    int64 `[length]`. Block number n is the same in every process and after every resume.
+
+    Args:
+        documents: from `load_documents`.
+        length: tokens per block, at least 2; `"32k"` works too.
+        packing: concatenate documents of any length; `position_ids` restart in each. It needs
+            `chunked_loss(model)`, which keeps documents apart under any trainer. Otherwise each block is from
+            one document, and shorter ones are dropped.
+        positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
+            `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
+            ones.
+        model: the extended model; needed for `packing` and `positions`, to which not every method and family
+            is suited.
+        seed: seed of the positions.
+        tokenizer: with `packing`, each document ends with its end-of-text token (EOS), as in pretraining.
+
+    Raises:
+        RopeExtendError: texts that are too short, packing together with positions, either without a model, or
+            a model to which they are not suited.
+    """
+    length = parse_length(length)
+    if not packing and positions is None:
+        return TrainerBlocks(cut_blocks(documents, length))
+    refuse_if(
+        packing and positions is not None,
+        f"blocks: packing and positions={positions!r} cannot be combined, because both choose position_ids; "
+        "leave one of them out",
+    )
+    patch = None if model is None else current_patch(model)
+    if model is None or patch is None:
+        name = "packing" if packing else "positions"
+        raise RopeExtendError(
+            f"blocks: {name} needs the extended model, because some methods are not suited to it; call "
+            "rope_extend.extend(model, ...) first, and give model=model"
+        )
+    if positions is None:
+        refuse_if(
+            not has_chunked_loss(model),
+            "blocks: packing needs rope_extend.chunked_loss(model), which keeps the documents of a row "
+            "apart; call it before",
+        )
+        check_packing(patch.encoding, model.config)
+        check_packed_attention(model)
+        documents = documents if tokenizer is None else ended(documents, tokenizer)
+        return TrainerBlocks(packed_blocks(documents, length))
+    collator = PositionCollator(positions, patch.target_length, seed=seed)
+    check_meaning(collator.sampler, patch.encoding, patch.shape)
+    check_sampled(positions, patch.target_length, model)
+    collator.positions(length, 0)  # refuses a block that is too short, or longer than the window
+    return TrainerBlocks(cut_blocks(documents, length), collator)
+
+
+class TrainerBlocks(torch.utils.data.Dataset[Item]):
+    """What `blocks` returns; with a `count`, that number of blocks of an endless stream, as a run reads."""
+
+    def __init__(
+        self, parts: Any, collator: PositionCollator | None = None, count: int | None = None
+    ) -> None:
+        self._parts, self._collator = parts, collator
+        self._stream, self._count = count is not None, len(parts) if count is None else count
+        MADE.add(self)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Item:
+        number = range(len(self))[index]
+        item = dict(self._parts[number])
+        if self._collator is not None:
+            return self._collator.placed(item, number)
+        if "position_ids" in item or self._stream:
+            return item
+        return {**item, "attention_mask": torch.ones_like(item["input_ids"])}  # which TRL needs
+
+    def to_dataset(self) -> datasets.Dataset:
+        """The same blocks for trainers that take a Hugging Face dataset, such as TRL's; nothing is copied.
+
+        Give `SFTTrainer` also `data_collator=transformers.default_data_collator` and
+        `SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)`.
+        """
+        numbers = datasets.Dataset.from_dict({"number": list(range(len(self)))})
+
+        def chosen(rows: dict[str, list[int]]) -> dict[str, list[torch.Tensor]]:
+            items = [self[number] for number in rows["number"]]
+            return {name: [item[name] for item in items] for name in items[0]}
+
+        return numbers.with_transform(chosen)
+
+    def __repr__(self) -> str:
+        sampled = "" if self._collator is None else f" at positions {self._collator.sampler}"
+        return f"{self._parts!r}{sampled}"
 
 
 @dataclass(frozen=True)
@@ -38,6 +156,9 @@ class RunData:
 def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_length: int) -> RunData:
     """Load the data of a run.
 
+    Documents to evaluate on are long enough for every window. They are not cut, so that their fingerprint
+    does not depend on the lengths.
+
     Args:
         recipe: the run.
         tokenizer: the model's tokenizer.
@@ -47,12 +168,21 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     Raises:
         RopeExtendError: as `load_documents` and `cut_blocks`; names the source if there are weights.
     """
-    names = [recipe.data] if recipe.data_weights is None else recipe.data
+
+    def documents(source: str | Sequence[str], **how: Any) -> list[Document]:
+        return load_documents(source, tokenizer, text_column=recipe.text_column, **how)
+
+    how = {
+        "split": recipe.split, "max_documents": recipe.max_documents, "max_tokens": recipe.max_tokens,
+        "streaming": recipe.streaming, "min_tokens": 2 if recipe.packs else recipe.length,
+    }  # fmt: skip
     cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
     sources, parts = [], []
-    for name in names:
+    for name in [recipe.data] if recipe.data_weights is None else recipe.data:
         try:
-            sources.append(_documents(recipe, name, tokenizer))
+            sources.append(documents(name, **how))
+            if recipe.packs and recipe.end_of_text:
+                sources[-1] = ended(sources[-1], tokenizer, recipe.max_tokens)
             if not recipe.mixed_windows:
                 parts.append(cut(sources[-1], recipe.length))
         except RopeExtendError as error:
@@ -64,10 +194,13 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         blocks = mixed_windows(sources[0], recipe.length, trained_length, share, seed=seed)
     else:
         blocks = Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed)
-    held_out = load_held_out(recipe, tokenizer, lengths)
+    held_out: list[Document] = []
+    if recipe.eval_data is not None:
+        how = {"split": recipe.eval_split, "max_documents": recipe.eval_documents}
+        held_out = documents(recipe.eval_data, min_tokens=max(lengths), **how)
     longest = max(lengths, default=0)
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
-    known = in_common(scored, [document for documents in sources for document in documents])
+    known = in_common(scored, [document for source in sources for document in source])
     return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
 
 
@@ -76,39 +209,3 @@ def source_names(recipe: Recipe) -> tuple[str, ...]:
     if recipe.mixed_windows:
         return ("long blocks", "short blocks")
     return tuple(recipe.data) if recipe.data_weights is not None else ()
-
-
-def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
-    """Documents to evaluate on, long enough for every window; none without `eval_data`.
-
-    They are not cut, so that their fingerprint does not depend on the lengths.
-
-    Raises:
-        RopeExtendError: as `load_documents`.
-    """
-    if recipe.eval_data is None:
-        return []
-    return load_documents(
-        recipe.eval_data,
-        tokenizer,
-        text_column=recipe.text_column,
-        split=recipe.eval_split,
-        min_tokens=max(lengths),
-        max_documents=recipe.eval_documents,
-    )
-
-
-def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> list[Document]:
-    documents = load_documents(
-        source,
-        tokenizer,
-        text_column=recipe.text_column,
-        split=recipe.split,
-        min_tokens=2 if recipe.packs else recipe.length,
-        max_documents=recipe.max_documents,
-        max_tokens=recipe.max_tokens,
-        streaming=recipe.streaming,
-    )
-    return (
-        ended(documents, tokenizer, recipe.max_tokens) if recipe.packs and recipe.end_of_text else documents
-    )

@@ -21,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from rotary_cases import ENCODINGS, TARGET, TRAINED
 from several_processes import launch
 from test_forward_plan import CPU, SHAPES, measured
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -239,6 +240,25 @@ def plans() -> None:
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
+def sharded_weights() -> None:
+    """With the weights spread by FSDP2, which averages gradients as data parallel training does."""
+    for setting in ("checkpointing", "LoRA"):
+        model = llama("dynamic_yarn", setting)
+        expected = step(model, position_ids=PACKED)
+        with rx.split_window(model):
+            for layer in model.get_base_model().model.layers if setting == "LoRA" else model.model.layers:
+                fully_shard(layer)
+            fully_shard(model).zero_grad(set_to_none=True)
+            logits = model(input_ids=IDS, position_ids=PACKED, use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), shifted(IDS).flatten())
+            loss.backward()
+        named = model.named_parameters()
+        found = {name: each.grad.full_tensor() for name, each in named if each.grad is not None}
+        assert {*found, "loss"} == expected.keys()
+        for name, value in {**found, "loss": loss}.items():
+            assert float((value - expected[name]).abs().max()) <= 1e-12, name
+
+
 def other_libraries() -> None:
     """Ring attention of torch: refused, in every process, where it would leak or wait for ever."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -280,6 +300,7 @@ def run(which: str) -> None:
         inputs()
         perplexities()
         plans()
+        sharded_weights()
         other_libraries()
     dist.destroy_process_group()
 

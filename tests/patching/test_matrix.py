@@ -39,7 +39,7 @@ from rope_extend.checkpoint.exporting import export
 from rope_extend.encodings import GrowingRope, RopeShape
 from rope_extend.encodings.composed import ShortOriginal
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import next_token_loss
 from rope_extend.models.config_facts import rotary_part
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.families import family_for
@@ -316,7 +316,7 @@ def test_lora_trains_in_every_family(family: FamilyCase) -> None:
     with rx.extend(model, TARGET):
         expected = model(input_ids, labels=input_ids, use_cache=False).loss
         wrapped = get_peft_model(model, lora_config(model, recipe, reach_of(family.model_type)))
-        loss = NextTokenLoss(wrapped)(input_ids)
+        loss = next_token_loss(wrapped, input_ids)
         # Mixture-of-experts models may add a router term of their own to the stock loss; here it is off.
         assert_same_but_rounding(loss, expected)
         loss.backward()

@@ -69,6 +69,7 @@ READERS: dict[str, dict[str, str | None]] = {
     "evaluation": {
         "report_files.read_results": RESULTS,
         "cells.finished_in": None,  # digests, for an estimate of the time
+        "labels.model_name": None,  # what a model is called in texts
     },
 }
 """By room and function, the test of refusals of the artefact that it reads."""
@@ -166,13 +167,13 @@ def other_text(recipe: Recipe) -> None:
 
 
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "weights": (one_bit, {}, r"differs in weights \('\w+' there, '\w+' here\)"),
-    "config": (config("rms_norm_eps", 1e-3), {}, r"differs in config \("),
-    "shape": (config("max_position_embeddings", 64), {}, r"differs in encoding \(.*shape \("),
+    "weights": (one_bit, {}, r"of the run in weights \('\w+' there, '\w+' here\)"),
+    "config": (config("rms_norm_eps", 1e-3), {}, r"of the run in config \("),
+    "shape": (config("max_position_embeddings", 64), {}, r"of the run in encoding \(.*shape \("),
     "dtype": (None, {"dtype": "bfloat16"}, r"dtype \('torch.float32' there, 'torch.bfloat16' here\)"),
-    "text": (other_text, {}, "the documents of .* are not those of"),
-    "encoding": (None, {"method": "linear"}, "method was 'yarn' and is 'linear'"),
-    "settings": (None, {"lora_rank": 2}, "lora_rank was 4 and is 2"),
+    "text": (other_text, {}, "of the run in documents"),
+    "encoding": (None, {"method": "linear"}, r"method \('yarn' there, 'linear' here\)"),
+    "settings": (None, {"lora_rank": 2}, r"lora_rank \(4 there, 2 here\)"),
 }
 """By name, what changes on disk, in the recipe, and the error."""
 
@@ -211,15 +212,15 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
     state = RunState(1, 1, 1.0, "", 1, {}, model=before)
     check_model(state, {**before, "config": "c", VERSION: "5.23.0"})
     for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
-        with pytest.raises(RopeExtendError, match="cannot resume: the model is not the one"):
+        with pytest.raises(RopeExtendError, match="cannot resume: the model differs from that of the run"):
             check_model(state, {**before, **changed})
 
 
 @pytest.mark.slow
 def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(ranks=2))
-    with pytest.raises(RopeExtendError, match=r"was written by 1 processes, and this run has 2; launch 1"):
+    with pytest.raises(RopeExtendError, match=r"processes \(1 there, 2 here\)\. .*launch"):
         finetune(recipe, resume=True)
     monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(parts=2))
-    with pytest.raises(RopeExtendError, match=r"in 1 parts, and this run has 2.*same cp_size"):
+    with pytest.raises(RopeExtendError, match=r"parts of a sequence \(1 there, 2 here\).*same cp_size"):
         finetune(recipe, resume=True)

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama
 from runs import assert_same, metrics, settings, tokenizer_of, weights
+from safetensors.torch import load_file
 from several_processes import launch
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -121,22 +122,28 @@ def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
     A run that a failure has interrupted is made anew.
     """
 
-    def trained(way: str, **changes: Any) -> Recipe:
+    def run(way: str, **changes: Any) -> Recipe:
         name = "-".join([way, *(f"{field}={value}" for field, value in changes.items())])
         fields = {**WAYS[way], **changes}
         if "data_weights" in fields:
             fields["data"] = [f"{recipe.data}/{name}.txt" for name in "abc"]
         one = replace(recipe, **fields, output_dir=str(shared / name))
-        if not (shared / name / "adapter_model.safetensors").exists():
+        if not any((shared / name).glob("*model.safetensors")):
             finetune(one, overwrite=True)
         return one
 
-    return trained
+    return run
+
+
+def trained(run: Recipe, part: str = "") -> dict[str, torch.Tensor]:
+    """All weights of a run, or of one of its checkpoints, also those that its encoding has learned."""
+    files = sorted(Path(run.output_dir, part).glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def assert_close(ours: Recipe, theirs: Recipe) -> None:
     """Assert equal weights, losses, gradient norms and perplexities, except for the order of sums."""
-    mine, others = weights(ours.output_dir), weights(theirs.output_dir)
+    mine, others = trained(ours), trained(theirs)
     assert mine.keys() == others.keys()
     for name, value in mine.items():
         torch.testing.assert_close(value, others[name], atol=1e-5, rtol=1e-4)
@@ -148,44 +155,66 @@ def assert_close(ours: Recipe, theirs: Recipe) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "all": {"train_norm_embed": True, "gradient_checkpointing": True, "lora_targets": "all-linear"},
+    "all": {
+        "train_norm_embed": True, "gradient_checkpointing": True, "lora_targets": "all-linear",
+        "batch_size": 2,
+    },
     "learned": {"method": "t5_bias", "eval_data": None, "eval_every": 0},
     "bfloat16": {"dtype": "bfloat16"},
     "packed and mixed": {"packing": "restart", "data_weights": (2, 1, 1)},
+    "full": {"lora_targets": "none", "method": "t5_bias", "train_norm_embed": False},
+}  # fmt: skip
+
+
+CONTEXT = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+ON_CPUS = {"ACCELERATE_USE_CPU": "true"}
+READ_ONCE = {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+RINGS = AS_IF_GPUS + RING_ON_CPU
+ROUNDED_ALIKE = [way for way in WAYS if way != "bfloat16"]  # which rounds sums of parts of a window otherwise
+LAUNCHES: dict[str, tuple[dict[str, str], str, list[str], int, dict[str, Any]]] = {
+    "data parallel": (ON_CPUS, "", [*WAYS], 1, {}),
+    "a split window": (ON_CPUS, "", ROUNDED_ALIKE, 2, {"split_window": 2}),
+    "spread weights and a split window": (FSDP, AS_IF_GPUS, ["all", "full"], 2, {"split_window": 2}),
+    "spread weights that one process reads": (READ_ONCE, AS_IF_GPUS, ["lora", "learned"], 1, {}),
+    "a ring": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, RINGS, ["lora", "all"], 2, {}),
+    "two rings": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, RINGS, ["lora"], 2, {}),
 }
+"""Environment, start of the script, ways to train, processes that share a window, and changed fields."""
 
 
-def in_several(one: Recipe, where: Path, processes: int = 2) -> Recipe:
-    """The same run, with the gradients of its steps shared among processes."""
-    accumulation = one.gradient_accumulation // processes
-    output = str(where / f"{Path(one.output_dir).name}-{processes}")
-    return replace(one, gradient_accumulation=accumulation, output_dir=output)
-
-
-@pytest.mark.slow
-def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
-    """DDP: the loss, the norm of the gradient, the weights and the perplexity are those of one process."""
-    ones = [in_one_process(way) for way in WAYS]
-    twos = [in_several(one, tmp_path) for one in ones]
-    paths = [written(two, tmp_path) for two in twos]
-    launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
-        generators = Path(two.output_dir, "checkpoints", "checkpoint-4").glob("rng_state*")
-        assert {path.name for path in generators} == {"rng_state_0.pth", "rng_state_1.pth"}
+def in_several(one: Recipe, where: Path, groups: int = 2, **changes: Any) -> Recipe:
+    """The same run, with the sequences of its steps shared among groups of processes."""
+    accumulation, name = one.gradient_accumulation // groups, f"{Path(one.output_dir).name} again"
+    return replace(one, gradient_accumulation=accumulation, output_dir=str(where / name), **changes)
 
 
 @pytest.mark.slow
-def test_a_split_window_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Both processes have a part of each block, so the same steps, tokens and perplexities as one process."""
-    ones = [in_one_process(way) for way in WAYS if way != "bfloat16"]  # rounds sums of parts otherwise
-    twos = [
-        replace(one, split_window=2, output_dir=str(tmp_path / f"split {n}")) for n, one in enumerate(ones)
-    ]
-    paths = [written(two, tmp_path) for two in twos]
-    launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_several_processes_train_as_one(
+    name: str, in_one_process: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """The loss, the norm of the gradient, the weights and the perplexity are those of one process."""
+    environment, start, ways, parts, changes = LAUNCHES[name]
+    processes = 4 if name == "two rings" else 2
+    ones = [in_one_process(way) for way in ways]
+    others = [in_several(one, tmp_path, processes // parts, **changes) for one in ones]
+    paths = [written(other, tmp_path) for other in others]
+    said = launch(start + TRAIN, *paths, where=tmp_path, environment=environment, processes=processes)
+    for one, other in zip(ones, others, strict=True):
+        assert_close(other, one)
+        assert read_record(one.output_dir).base_fingerprint == read_record(other.output_dir).base_fingerprint
+        checkpoint = Path(other.output_dir, "checkpoints", "checkpoint-4")
+        states = {path.name for path in checkpoint.glob("rng_state*")}
+        assert states == {f"rng_state_{rank}.pth" for rank in range(processes)}
+        if environment is READ_ONCE:
+            assert_same(trained(other, "checkpoints/checkpoint-4"), trained(other))
+    if start == RINGS:
+        # Every attention of a training step, two layers in each process, was over half of a sequence; the
+        # run with gradient checkpointing computes each a second time, in the backward pass.
+        calls = ones[0].steps * ones[0].gradient_accumulation * 2 * 2 * (3 if "all" in ways else 1)
+        found = re.findall(r"ring (\d+) (\d+)", said)
+        assert [length for length, _ in found] == ["64"] * processes
+        assert sum(int(count) for _, count in found) == calls
 
 
 def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
@@ -198,7 +227,7 @@ def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_spread_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
     ones = [in_one_process(way) for way in WAYS]
     twos = [in_several(one, tmp_path) for one in ones]
@@ -223,54 +252,13 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
         with torch.no_grad():
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
         records = [read_record(run.output_dir) for run in (one, two)]
-        assert records[0].base_fingerprint == records[1].base_fingerprint is not None
+        assert records[0].base_fingerprint == records[1].base_fingerprint
+        assert (records[0].base_fingerprint is None) == one.full
     assert_same(weights(again.output_dir), weights(whole.output_dir))
     assert any(
         not torch.equal(value, weights(twos[1].output_dir)[name])
         for name, value in weights(whole.output_dir).items()
     )
-
-
-@pytest.mark.slow
-def test_sharded_weights_that_one_process_reads_train_as_one_process(
-    in_one_process: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    ones = [in_one_process(way) for way in ("lora", "learned")]
-    twos = [in_several(one, tmp_path) for one in ones]
-    launch(
-        AS_IF_GPUS + TRAIN, *(written(two, tmp_path) for two in twos), where=tmp_path,
-        environment={**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-    )  # fmt: skip
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
-        assert read_record(one.output_dir).base_fingerprint == read_record(two.output_dir).base_fingerprint
-
-
-CONTEXT = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [1, 2], ids=["two processes", "two by two"])
-def test_ring_attention_trains_as_one_process(
-    in_one_process: Callable[..., Recipe], tmp_path: Path, groups: int
-) -> None:
-    """Each process has half of each sequence, in one or two groups; results equal those of one process."""
-    ones = [in_one_process("lora")]
-    if groups == 1:
-        ones.append(in_one_process("all", batch_size=2))
-    twos = [in_several(one, tmp_path, groups) for one in ones]
-    said = launch(
-        AS_IF_GPUS + RING_ON_CPU + TRAIN, *(written(one, tmp_path) for one in twos), where=tmp_path,
-        environment={**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(groups)}, processes=2 * groups,
-    )  # fmt: skip
-    # Every attention of a training step, two layers in each process, was over half of a sequence; the run
-    # with gradient checkpointing computes each a second time, in the backward pass.
-    calls = ones[0].steps * ones[0].gradient_accumulation * 2 * 2 * (3 if groups == 1 else 1)
-    found = re.findall(r"ring (\d+) (\d+)", said)
-    assert [length for length, _ in found] == ["64"] * 2 * groups
-    assert sum(int(count) for _, count in found) == calls
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
 
 
 CUT = Sharding(weights=True, parts=2, ranks=2)
@@ -348,6 +336,8 @@ def test_sharding_follows_the_configuration_of_accelerate(monkeypatch: pytest.Mo
     ):
         with pytest.raises(RopeExtendError, match=message):
             Sharding.of(wrong)
+    with pytest.raises(RopeExtendError, match="split_window 2 and cp_size 2 both share sequences; leave one"):
+        Sharding.of(accelerator("FSDP", fsdp2=True, cp_size=2), 2)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(RopeExtendError, match="FSDP is configured, but accelerate runs without it"):
         Sharding.of(accelerator("MULTI_CPU"))

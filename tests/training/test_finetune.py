@@ -27,7 +27,7 @@ from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
 from rope_extend.training.trainer import RopeTrainer
-from rope_extend.training.training_data import load_held_out
+from rope_extend.training.training_data import load_data
 
 
 def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
@@ -287,5 +287,5 @@ def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_n
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for changes in ({}, {"eval_split": "test"}):
         run = replace(recipe, eval_data="org/books", **changes)
-        assert len(load_held_out(run, tokenizer_of(recipe), (64,))) == 1
+        assert len(load_data(run, tokenizer_of(recipe), (64,), TRAINED).held_out) == 1
     assert read == ["validation", "test"]

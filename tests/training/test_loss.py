@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.loss import IGNORED, NextTokenLoss, hidden_states, next_token_loss, output_head, token_losses
+from rope_extend.loss import IGNORED, hidden_states, next_token_loss, output_head, token_losses
 
 VOCABULARY = 97
 SIZE = {
@@ -59,60 +59,22 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_training_step(model: torch.nn.Module, chunk_bytes: int) -> None:
-    ids, labels = batch()
-    stock = model(ids, labels=labels).loss
-    stock.backward()
-    expected = gradients(model)
-    model.zero_grad(set_to_none=True)
-
-    ours = next_token_loss(model, ids, labels, chunk_bytes=chunk_bytes)
-    ours.backward()
-    found = gradients(model)
-
-    assert ours.dtype == torch.float32
-    assert ours.item() == pytest.approx(stock.item(), abs=1e-5)
-    assert found.keys() == expected.keys()
-    assert any(gradient.abs().max() > 1e-3 for gradient in expected.values())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "chunk_bytes"),
-    [
-        *((family, {}, 5 * 4 * VOCABULARY) for family in FAMILIES),  # 5 tokens: an uneven split
-        ("llama", {"tie_word_embeddings": True}, 2000),
-        ("llama", {}, 1),
-        ("llama", {}, 2**26),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradients_equal_the_stock_model(
-    family: str, changes: dict[str, object], chunk_bytes: int, checkpointing: bool
-) -> None:
-    model = tiny(family, **changes)
-    if checkpointing:
-        model.train().gradient_checkpointing_enable()
-    assert_same_training_step(model, chunk_bytes)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 def test_lora_is_trained(family: str) -> None:
-    base = tiny(family)
+    """One adapter is on the head itself: it must act in the loss as it does in the model."""
     ids, labels = batch()
-    without = next_token_loss(base, ids, labels).item()
-    # One adapter on the head itself: it must act in the loss as it does in the model.
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"])).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    assert abs(next_token_loss(model, ids, labels).item() - without) > 1e-3
-    assert_same_training_step(model, chunk_bytes=2000)
-    assert gradients(model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    targets = ["q_proj", "v_proj", "lm_head"]
+    model = get_peft_model(tiny(family), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    steps = []
+    for loss in (model(ids, labels=labels).loss, next_token_loss(model, ids, labels, chunk_bytes=2000)):
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        steps.append({"loss": loss.detach(), **gradients(model)})
+    stock, ours = steps
+    assert ours.keys() == {"loss", *(name for name, value in model.named_parameters() if value.requires_grad)}
+    assert ours["loss"].dtype == torch.float32
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_autocast_trains_the_head_too() -> None:
@@ -158,9 +120,7 @@ def test_token_losses_are_the_log_probabilities() -> None:
     assert not found.requires_grad
     scored = labels[:, 1:] != IGNORED
     assert found.dtype == torch.float32
-    assert found.shape == (2, ids.shape[1] - 1)
-    torch.testing.assert_close(found[scored].double(), expected[scored], rtol=1e-5, atol=1e-5)
-    assert not found[~scored].any()
+    torch.testing.assert_close(found.double(), expected * scored, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
@@ -236,19 +196,19 @@ def test_without_anything_to_train_there_is_a_loss_and_no_gradient() -> None:
 
 
 @cache
-def small(family: str, vocabulary: int, bias: bool) -> torch.nn.Module:
-    model = tiny(family, vocab_size=vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
-    if bias:
-        model.lm_head = torch.nn.Linear(32, vocabulary)
+def small(family: str, vocabulary: int, tied: bool) -> torch.nn.Module:
+    model = tiny(family, vocab_size=vocabulary, num_hidden_layers=1, tie_word_embeddings=tied)
+    if not tied:
+        model.set_output_embeddings(torch.nn.Linear(32, vocabulary))
     return model
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=10)
 @given(
-    family=st.sampled_from(["llama", "gemma2", "granite", "cohere"]),
     vocabulary=st.sampled_from([13, 50]),
-    bias=st.booleans(),
-    trained=st.sampled_from([["model."], ["lm_head"], ["model.", "lm_head"]]),
+    tied=st.booleans(),
+    trained=st.sampled_from([["decoder"], ["head"], ["decoder", "head"]]),
     texts=st.integers(1, 3).flatmap(
         lambda width: st.lists(
             st.lists(st.integers(0, 12), min_size=width, max_size=width), min_size=1, max_size=3
@@ -259,14 +219,17 @@ def small(family: str, vocabulary: int, bias: bool) -> torch.nn.Module:
     items=st.none() | st.integers(1, 40),
 )
 def test_loss_and_gradients_are_those_of_float64(
-    family: str, vocabulary: int, bias: bool, trained: list[str], texts: list[list[int]],
+    family: str, vocabulary: int, tied: bool, trained: list[str], texts: list[list[int]],
     ignored: set[tuple[int, int]], chunk: int, items: int | None,
 ) -> None:  # fmt: skip
     """Compared with log-probabilities in float64, with every quotient and sum written out.
 
     Token 0, the padding of many models, is a target like any other: only labels of -100 are not scored.
     """
-    model = train_only(small(family, vocabulary, bias), *trained)
+    model = small(family, vocabulary, tied)
+    head = set(model.get_output_embeddings().parameters())
+    for parameter in model.parameters():
+        parameter.requires_grad_(("head" if parameter in head else "decoder") in trained)
     ids = torch.tensor(texts)
     labels = ids.clone()
     for row, column in ignored:
@@ -354,13 +317,10 @@ def test_data_parallel_is_refused_where_gradients_would_not_be_synchronised(tmp_
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(RopeExtendError, match=r"NextTokenLoss\(model\)"):
+        with pytest.raises(RopeExtendError, match=r"call chunked_loss\(model\) before it is wrapped"):
             next_token_loss(wrapped, ids, labels)
         with torch.no_grad():
             expected = next_token_loss(model, ids, labels)
             assert torch.equal(next_token_loss(wrapped, ids, labels), expected)
-        loss = torch.nn.parallel.DistributedDataParallel(NextTokenLoss(model))(ids, labels)
-        loss.backward()
-        assert gradients(model)
     finally:
         torch.distributed.destroy_process_group()

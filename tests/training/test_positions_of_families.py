@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import next_token_loss
 from rope_extend.models.families import family_for
 from rope_extend.training.model_checks import check_recipe, check_sampled
 from rope_extend.training.recipe import Recipe
@@ -104,7 +104,7 @@ def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(number: int, 
     positions = torch.from_numpy(PositionCollator(sampler, TARGET, seed=3).positions(LENGTH, 1))
     assert int(np.ptp(positions.numpy())) > 2 * LENGTH
     with rx.extend(model, TARGET, method):
-        loss = NextTokenLoss(model)(ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
+        loss = next_token_loss(model, ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
         actual = gradients(model, loss)
         logits = None if in_order else in_the_long_text(model, ids, positions)
     logits = interpolated(model, ids, positions) if logits is None else logits

@@ -21,7 +21,7 @@ from rope_extend.data.bundled import MODEL_DIR as MODEL
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.plan import longest
 from rope_extend.models.load_options import LoadOptions
@@ -66,12 +66,12 @@ def with_adapter(run: Recipe, dtype: torch.dtype) -> tuple[Any, Any, torch.optim
 def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype) -> int:
     """Peak bytes of tensors in the second step."""
     model, adapter, optimizer, memory = with_adapter(run, dtype)
-    ids, objective = torch.randint(0, 60, (run.batch_size, run.length)), NextTokenLoss(adapter)
+    ids = torch.randint(0, 60, (run.batch_size, run.length))
     with apply_memory_options(model, memory_options), memory:
         for _ in range(2):
             memory.peak = memory.live
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                loss = objective(input_ids=ids)
+                loss = next_token_loss(adapter, ids)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], run.max_grad_norm)
             optimizer.step()
