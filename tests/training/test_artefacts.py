@@ -1,18 +1,10 @@
-"""Whatever a run or a trainer resumes or reuses belongs to the same work; others are refused.
-
-`READERS` lists every function of these rooms that reads a file. `STATE` lists what a checkpoint of a run
-holds. A new one fails until it is listed here, with the artefact or the identity that it belongs to, or
-with the reason why it needs none.
-"""
+"""Whatever a run or a trainer resumes or reuses belongs to the same work; others are refused."""
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,118 +14,11 @@ from runs import files_below, settings
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import CHECKPOINTS, VERSION, RunState, check_model, checkpoints, read_state
 from rope_extend.training.sharding import Sharding
-
-ROOT = Path(__file__).parents[2]
-
-RUN = "training/test_artefacts.py::test_a_run_of_other_work_is_not_resumed"
-TEXT = "training/test_metrics.py::test_perplexities_of_different_texts_are_not_compared"
-DIGESTS = "checkpoint/test_hostile_files.py::test_"
-BASE = "checkpoint/test_other_base_model.py::test_"
-RESULTS = "evaluation/test_comparison.py::test_rows_that_cannot_be_compared_are_refused"
-
-READERS: dict[str, dict[str, str | None]] = {
-    "training": {
-        "resume.damage": RUN,
-        "resume.read_state": RUN,
-        "metrics.read_metrics": TEXT,
-        "metrics.Metrics._append": None,  # writes
-        "metrics._not_a_link": None,  # the same
-    },
-    "data": {
-        "token_cache.cached": "data/test_token_cache.py::test_keys_differ_where_texts_or",
-        # A run knows its data by a fingerprint of all tokens.
-        "bundled._held_out": None,
-        "bundled.read_text": None,
-        "token_cache._relevant": None,  # makes an identity
-    },
-    "checkpoint": {
-        "manifest.read_json": DIGESTS,
-        "opening.load_any": BASE,
-        "verifying._reference": BASE,
-        "card._recipe": None,  # shows the recipe next to the adapter
-        "card.write_card": None,  # asks only whether the card is ours
-        "staging.is_our_card": None,  # the same, by a digest in the card
-        "publishing.private_fields": None,  # names fields
-        "publishing.files_to_push": None,  # reads in the card which pictures it shows
-        "stock_reader.main": None,  # the request of the process that started this one
-        "verifying.verify": BASE,
-        "verifying._stock_logits": None,  # the answer of the process that it started
-    },
-    "demo": {},
-    "evaluation": {
-        "report_files.read_results": RESULTS,
-        "cells.finished_in": None,  # digests, for an estimate of the time
-        "labels.model_name": None,  # what a model is called in texts
-    },
-}
-"""By room and function, the test of refusals of the artefact that it reads."""
-
-READING = {"open", "load", "load_file", "read_bytes", "read_text", "safe_open"}
-"""Names of functions and methods that read a file, of any library."""
-
-NOT_FILES = ("load_options.load",)
-"""Calls of such names that read no artefact."""
-
-STATE: dict[str, str | None] = {
-    "data": RUN,
-    "recipe": RUN,
-    "model": RUN,
-    "processes": "training/test_artefacts.py::test_a_run_resumes_only_with_as_many_processes",
-    "parts": "training/test_artefacts.py::test_a_run_resumes_only_with_as_many_processes",
-    # These are progress, and belong to the checkpoint.
-    "step": None,
-    "tokens": None,
-    "seconds": None,
-    "skipped": None,
-    "skipped_in_a_row": None,
-    "memory_options": None,  # a resumed run keeps them; a recipe that sets others is another recipe
-}
-"""By field of `RunState`, the test of refusals."""
-
-
-def readers(room: Path) -> Iterator[str]:
-    """The functions of a room that read files, such as `retrieval.TrialLog.read`."""
-
-    def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            path = (*path, node.name)
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called.rpartition(".")[2] in READING and not called.endswith(NOT_FILES):
-                yield ".".join(path)
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, path)
-
-    for file in sorted(room.rglob("*.py")):
-        yield from walk(ast.parse(file.read_text(encoding="utf-8")), (file.stem,))
-
-
-@pytest.mark.parametrize("room", READERS)
-def test_every_file_that_is_read_is_listed(room: str) -> None:
-    found = set(readers(Path(rx.__file__).parent / room))
-    assert found - READERS[room].keys() == set(), "list it in READERS, with the test that refuses another one"
-    assert READERS[room].keys() - found == set(), "no such function reads a file any more"
-
-
-def test_everything_in_a_checkpoint_of_a_run_is_listed() -> None:
-    assert {field.name for field in fields(RunState)} == STATE.keys()
-
-
-def listed() -> Iterator[str]:
-    for tests in (*READERS.values(), STATE):
-        yield from (test for test in tests.values() if test is not None)
-
-
-@pytest.mark.parametrize("test", sorted(set(listed())))
-def test_the_tests_that_are_named_exist(test: str) -> None:
-    file, _, name = test.partition("::")
-    assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
 
 
 @pytest.fixture
