@@ -42,7 +42,7 @@ def static_methods() -> list[str]:
     for name in rx.encoding_names(RopeEncoding):
         with contextlib.suppress(rx.RopeExtendError):  # needs more than a length
             patch = rx.extend(model(layers=1), 2048, name)
-            if not patch.encoding.beyond_one_table(patch.shape):
+            if not patch.encoding.why_not_one_table(patch.shape):
                 names.append(name)
     return names
 

@@ -233,7 +233,7 @@ def _compare(
                 largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
         gap, at = (value.item() for value in gaps.max(0))
         # Where a change of a position may select another table, any difference would pass.
-        if gap > tolerance and not rounding and not record.encoding.beyond_one_table(record.shape):
+        if gap > tolerance and not rounding and not record.encoding.why_not_one_table(record.shape):
             rounding = _rounding(model, inputs, expected)
         if gap > (allowed := max(tolerance, 2 * rounding.get(name, 0.0))) and gap / allowed > worst:
             worst = gap / allowed

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from rope_extend.checks import FLAG, number, whole
-from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule, log_n_scale
+from rope_extend.encodings.core.rope import RopeEncoding, attribute_of, inner_schedule, log_n_scale
 from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
-
-
-def _as_inner(attribute: str) -> Any:
-    """An attribute or a method that is that of the inner schedule."""
-    return property(lambda self: getattr(self.inner, attribute))
 
 
 @dataclass(frozen=True)
@@ -39,20 +34,16 @@ class ComposedRope(RopeEncoding):
         super().__post_init__()
         object.__setattr__(self, "inner", inner_schedule(self))
 
-    depends_on_length = _as_inner("depends_on_length")
-    start_tokens = _as_inner("start_tokens")
-    mscale_all_dim = _as_inner("mscale_all_dim")
-    rotates_in_attention = _as_inner("rotates_in_attention")
-    inv_freq = _as_inner("inv_freq")
-    attention_factor = _as_inner("attention_factor")
-    table_length = _as_inner("table_length")
-    logit_scale = _as_inner("logit_scale")
-    decay = _as_inner("decay")
-    target_length = _as_inner("target_length")
-
-    def __str__(self) -> str:
-        """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
-        return f"{self.name}({', '.join([str(self.inner), *self._changed_parameters()])})"
+    depends_on_length = attribute_of("inner", "depends_on_length")
+    start_tokens = attribute_of("inner", "start_tokens")
+    mscale_all_dim = attribute_of("inner", "mscale_all_dim")
+    rotates_in_attention = attribute_of("inner", "rotates_in_attention")
+    inv_freq = attribute_of("inner", "inv_freq")
+    attention_factor = attribute_of("inner", "attention_factor")
+    table_length = attribute_of("inner", "table_length")
+    logit_scale = attribute_of("inner", "logit_scale")
+    decay = attribute_of("inner", "decay")
+    target_length = attribute_of("inner", "target_length")
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,6 @@ class Resonance(ComposedRope):
 
     A channel whose wavelength is a whole number of tokens has the same angles in every turn. Only channels
     that complete a turn within the trained window are changed.
-
-    Attributes:
-        inner: the schedule whose wavelengths are rounded.
     """
 
     name: ClassVar[str] = "resonance"
@@ -85,7 +73,6 @@ class PRoPE(ComposedRope):
     transformers calls `proportional` with a factor. A pretrained model has to be fine-tuned to it.
 
     Attributes:
-        inner: the schedule whose fastest channels are kept.
         fraction: p, above 0 and at most 1; `floor(p d/2)` channel pairs keep their frequency.
     """
 
@@ -110,7 +97,6 @@ class Clipped(ComposedRope):
     distances.
 
     Attributes:
-        inner: the schedule that is clipped.
         channels: n, the number of slowest channel pairs to clip. By default the pairs that do not complete
             a turn within the trained window under plain RoPE, which the paper names as the cause. Its code
             clips 20 of Llama 3's 64.
@@ -171,7 +157,6 @@ class Truncated(ComposedRope):
     once in 16 L tokens. All three parameters are in radians per token.
 
     Attributes:
-        inner: the schedule that is truncated.
         keep_above: a: channels at least this fast are kept; `2 pi / L` by default.
         zero_below: b: channels slower than this do not rotate; `a / 8` by default.
         between: rho: the frequency of channels from b up to a; `a / 16` by default.
@@ -218,9 +203,6 @@ class LogN(ComposedRope):
 
     Softmax over more keys is flatter; the factor keeps its entropy about as in training. The inner schedule
     sets the frequencies.
-
-    Attributes:
-        inner: the rotary schedule.
     """
 
     name: ClassVar[str] = "logn"
@@ -248,7 +230,6 @@ class XPos(ComposedRope):
     Meant for models trained with it. In other models, distant tokens lose weight.
 
     Attributes:
-        inner: the rotary schedule.
         scale_base: tokens over which a channel decays by its `zeta_i`; the larger, the weaker the decay.
     """
 

@@ -20,11 +20,7 @@ def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
 
 @dataclass(frozen=True)
 class DynamicLinear(GrowingRope):
-    """Dynamic interpolation: plain RoPE within the trained window, beyond it linear with factor l / L.
-
-    Attributes:
-        step: the relative growth of the text from one table to the next.
-    """
+    """Dynamic interpolation: plain RoPE within the trained window, beyond it linear with factor l / L."""
 
     name: ClassVar[str] = "dynamic_linear"
     paper: ClassVar[str] = "2309.00071"
@@ -40,7 +36,6 @@ class DynamicNTK(ScaledRope, GrowingRope):
 
     Attributes:
         factor: s, how fast the base grows: at l tokens it is that for `s*l/L - (s-1)` times the window.
-        step: the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_ntk"
@@ -64,7 +59,6 @@ class DynamicYaRN(GrowingRope):
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
         ramp: as in `yarn`.
-        step: the relative growth of the text from one table to the next.
     """
 
     beta_fast: Annotated[float, TURNS] = 32.0
@@ -80,13 +74,8 @@ class DynamicYaRN(GrowingRope):
         self._yarn(1.0)  # checks that the parameters fit together
 
     def _yarn(self, factor: float) -> YaRN:
-        return YaRN(
-            factor,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            truncate=self.truncate,
-            ramp=self.ramp,
-        )
+        names = ("beta_fast", "beta_slow", "truncate", "ramp")
+        return YaRN(factor, **{name: getattr(self, name) for name in names})
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """YaRN's table at `max(1, l/L)`, `[dim/2]` float64, radians per token."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.encodings.core.encoding import Encoding
-from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.rope import RopeEncoding, attribute_of, inner_schedule
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
@@ -33,7 +32,9 @@ class LinearAttention(Encoding):
 
     name: ClassVar[str] = "linear_attention"
     paper: ClassVar[str] = "2104.09864"
+    inner_name: ClassVar[str] = "inner"
     replaces_rotation = True
+    target_length = attribute_of("inner", "target_length")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,14 +46,6 @@ class LinearAttention(Encoding):
             )
         object.__setattr__(self, "inner", inner)
 
-    def target_length(self, shape: RopeShape) -> int | None:
-        """The inner schedule's."""
-        return self.inner.target_length(shape)
-
     def features(self, states: Tensor) -> Tensor:
         """`elu(x) + 1` (2006.16236), above 0, float32 `[..., head_dim]`."""
         return functional.elu(states.to(torch.float32)) + 1
-
-    def __str__(self) -> str:
-        """`linear_attention(yarn(factor=8))`."""
-        return f"{self.name}({self.inner})"

@@ -65,6 +65,8 @@ class LongRoPE(ScaledRope):
     paper: ClassVar[str] = "2402.13753"
     rope_type: ClassVar[str | None] = "longrope"
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({"attention_scale": "attention_factor"})
+    stock_omits = ("start_tokens",)
+    states_trained_length = True
     depends_on_length = True
 
     def __post_init__(self) -> None:
@@ -130,10 +132,7 @@ class LongRoPE(ScaledRope):
                 "load; leave start_tokens out"
             )
         self.inv_freq(shape)
-        values = super().rope_parameters(shape)
-        del values["start_tokens"]
-        values.setdefault("short_factor", [1.0] * len(self.long_factor))
-        return {**values, "original_max_position_embeddings": shape.trained_length}
+        return {"short_factor": [1.0] * len(self.long_factor), **super().rope_parameters(shape)}
 
     @classmethod
     def _from_stock(

@@ -11,7 +11,7 @@ from torch import Tensor
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.regions import NEAR, Bands, Region
 from rope_extend.encodings.core.remap import RemapEncoding
-from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
+from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, attribute_of, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape, check_length
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
@@ -55,7 +55,7 @@ class NearFar(RemapEncoding):
         super().__post_init__()
         object.__setattr__(self, "near", inner_schedule(self, "near"))
         object.__setattr__(self, "far", inner_schedule(self, "far", may_remap=True))
-        if reason := self.near.beyond_one_table(_ANY_SHAPE):
+        if reason := self.near.why_not_one_table(_ANY_SHAPE):
             raise RopeExtendError(
                 f"near_far: near must be one static table, but of {self.near} {reason}; use near=none, or a "
                 f"schedule such as ntk"
@@ -98,10 +98,12 @@ class NearFar(RemapEncoding):
         built.check_lengths(shape, target_length)
         return built
 
-    @property
-    def depends_on_length(self) -> bool:  # type: ignore[override]
-        """As the far encoding."""
-        return self.far.depends_on_length
+    depends_on_length = attribute_of("far", "depends_on_length")
+    table_length = attribute_of("far", "table_length")
+    logit_scale = attribute_of("far", "logit_scale")  # on all pairs of a query
+    target_length = attribute_of("far", "target_length")
+    inv_freq = attribute_of("near", "inv_freq")
+    attention_factor = attribute_of("near", "attention_factor")
 
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """The near schedule, and the far one or the far positions."""
@@ -110,22 +112,6 @@ class NearFar(RemapEncoding):
         if isinstance(self.far, RemapEncoding):
             return near, self.far.regions(shape, length)[1]
         return near, Region(NEAR.query, NEAR.key, self.far)
-
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """The far encoding's."""
-        return self.far.table_length(shape, lengths)
-
-    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """The near schedule's, `[dim/2]` float64, radians per token."""
-        return self.near.inv_freq(shape)
-
-    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
-        """The near schedule's."""
-        return self.near.attention_factor(shape)
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """The far encoding's, on all pairs of a query."""
-        return self.far.logit_scale(shape, position_ids)
 
     def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The square of the far factor from position `window` on, and of the near one before; None for 1."""
@@ -136,10 +122,6 @@ class NearFar(RemapEncoding):
             return None
         factors = torch.tensor(far, dtype=torch.float64, device=position_ids.device)[which]
         return torch.where(position_ids >= self.window, factors, near) ** 2
-
-    def target_length(self, shape: RopeShape) -> int | None:
-        """The far encoding's."""
-        return self.far.target_length(shape)
 
     def _reach(self, shape: RopeShape) -> int | None:
         limited = isinstance(self.far, ScaledRope | RemapEncoding) and not self.far.depends_on_length
@@ -157,11 +139,6 @@ class NearFar(RemapEncoding):
             return False
         positions = torch.arange(lowest, highest + 1, dtype=torch.float64, device="cpu")
         return all(torch.equal(of(positions), positions) for of in (far.query, far.key))
-
-    def __str__(self) -> str:
-        """`near_far(yarn(factor=8), window=1024)`: the far encoding, then what differs from the defaults."""
-        near = [] if isinstance(self.near, PlainRope) else [f"near={self.near}"]
-        return f"{self.name}({', '.join([str(self.far), f'window={self.window}', *near])})"
 
 
 def _is_plain_table(schedule: RopeEncoding | None, shape: RopeShape, length: int | None) -> bool:

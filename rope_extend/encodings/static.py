@@ -90,7 +90,6 @@ class NTK(ScaledRope):
     """NTK-aware scaling: a larger base, which slows the slowest channels by s and keeps the fastest.
 
     Attributes:
-        factor: `s = target_length / trained_length`.
         critical: the first channel pair that is divided by s in full: LongRoPE2's critical pair (2502.20082).
             The pairs before it are divided by `s^(i/critical)`. `theoretical` is the first pair with at most
             one turn within the trained window; LongRoPE2 finds lower ones better. By default the last pair,
@@ -137,7 +136,6 @@ class NTKByParts(ScaledRope):
     """NTK-by-parts: YaRN's blend with the ramp of its paper, linear in turns, and no attention factor.
 
     Attributes:
-        factor: `s = target_length / trained_length`.
         alpha: frequencies with fewer turns than this within the trained window are divided by s.
         beta: frequencies with more turns than this are kept.
     """
@@ -162,7 +160,6 @@ class NTKMixed(ScaledRope):
     """NTK-mixed: channel i is slowed by `exp(a (i+1)^c)`, which grows up to s at the last channel.
 
     Attributes:
-        factor: `s = target_length / trained_length`.
         exponent: c; the larger it is, the less the early channels are slowed.
     """
 
@@ -185,7 +182,6 @@ class YaRN(ScaledRope):
     the paper's text (equation 13) it is linear in the number of turns.
 
     Attributes:
-        factor: `s = target_length / trained_length`.
         beta_fast: frequencies with more turns than this within the trained window are kept.
         beta_slow: frequencies with fewer turns than this are divided by s.
         attention_scale: replaces the factor `0.1 ln s + 1` on cos and sin; `attention_factor` in config.json.
@@ -211,6 +207,8 @@ class YaRN(ScaledRope):
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "2309.00071"
     rope_type: ClassVar[str | None] = "yarn"
+    stock_omits = ("ramp",)
+    states_trained_length = True
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({"attention_scale": "attention_factor"})
 
     def __post_init__(self) -> None:
@@ -272,13 +270,12 @@ class YaRN(ScaledRope):
         if self.ramp == "turns":
             return self.longrope_parameters(shape)
         values = super().rope_parameters(shape)
-        del values["ramp"]
         if values.pop("critical", None) is not None:
             # Half a pair before if the end is rounded up, so that no rounding of the turns misses the pair.
             index = self._ends(shape)[1] - self.truncate / 2
             turns = shape.trained_length * shape.theta ** (-2 * index / shape.dim) / (2 * math.pi)
             values["beta_slow"] = float(turns)
-        return {**values, "original_max_position_embeddings": shape.trained_length}
+        return values
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,6 @@ class Llama3(ScaledRope):
     """Llama 3.1's scaling: YaRN's blend with a ramp in the number of turns, and no attention factor.
 
     Attributes:
-        factor: `s = target_length / trained_length`.
         low_freq_factor: frequencies with fewer turns than this within the trained window are divided by s.
         high_freq_factor: frequencies with more turns than this are kept.
     """
@@ -297,6 +293,7 @@ class Llama3(ScaledRope):
     name: ClassVar[str] = "llama3"
     paper: ClassVar[str] = "2407.21783"
     rope_type: ClassVar[str | None] = "llama3"
+    states_trained_length = True  # on which its ramp depends
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,10 +302,6 @@ class Llama3(ScaledRope):
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`(1 - keep) * theta_i / s + keep * theta_i`, `[dim/2]` float64, radians per token."""
         return by_parts(shape, self.factor, self.low_freq_factor, self.high_freq_factor)
-
-    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `llama3`, with the trained length that its ramp depends on."""
-        return {**super().rope_parameters(shape), "original_max_position_embeddings": shape.trained_length}
 
 
 @dataclass(frozen=True)
@@ -393,9 +386,7 @@ class DroPE(ScaledRope):
     paper: ClassVar[str] = "2512.12167"
     replaces_rotation = True
 
-    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """Zeros, `[dim/2]` float64, radians per token."""
-        return shape.inv_freq() * 0
+    inv_freq = NoPE.inv_freq
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """`1 + c ln s` at each position, float64, like `position_ids`; None for 1 at all of them."""

@@ -73,7 +73,7 @@ class CurrentTable:
         Raises:
             RopeExtendError: `top` is more than one table and one attention factor.
         """
-        if reason := top.beyond_one_table(self.shape):
+        if reason := top.why_not_one_table(self.shape):
             raise RopeExtendError(
                 f"start='current' multiplies two tables, and {top} is not one table: {reason}; use a method "
                 "with one static table, such as yarn"
@@ -151,7 +151,7 @@ def current_table(
                 f"trained_length={trained_length} would use it for others; leave trained_length out, or "
                 "correct original_max_position_embeddings in the config"
             )
-    elif encoding is not None and (reason := encoding.beyond_one_table(shape)):
+    elif encoding is not None and (reason := encoding.why_not_one_table(shape)):
         raise RopeExtendError(
             f"start='current' needs a model with one static table, and this one has {encoding}: {reason}; "
             f"{_ADVICE}"
@@ -200,7 +200,7 @@ def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
     encoding, shape, window = config_record(unwrap(model).config) or (None, None, 0)
     if not isinstance(encoding, RopeEncoding) or shape is None:
         return None
-    if encoding.beyond_one_table(shape) and not isinstance(encoding, LongRoPE):
+    if encoding.why_not_one_table(shape) and not isinstance(encoding, LongRoPE):
         return None
     if has_tables_of(model, encoding, shape, (shape.trained_length, window)):
         return None

@@ -115,7 +115,7 @@ def has_stock_config(config: Any, target_length: int) -> bool:
     If not, its own tables would be those of the pretrained model, or those of the longest row of a batch.
     """
     record = config_record(config)
-    if record and record.encoding.beyond_one_table(record.shape):
+    if record and record.encoding.why_not_one_table(record.shape):
         return False
     kind = rotary_part(config)[1].get("rope_type", "default")
     with window_for_stock(config) as part:
@@ -141,7 +141,7 @@ def sharpened_as_trained(
     `parameters` are the `rope_parameters` that the model has without a patch. Every other encoding, and YaRN
     with a factor on cos and sin of its own, is returned as it is.
     """
-    if isinstance(encoding, ComposedRope) and not encoding.beyond_one_table(shape):
+    if isinstance(encoding, ComposedRope) and not encoding.why_not_one_table(shape):
         inner: Any = sharpened_as_trained(encoding.inner, base, shape, parameters)
         return replace(encoding, inner=inner)
     if not isinstance(encoding, YaRN) or encoding.mscale is not None or encoding.attention_scale is not None:

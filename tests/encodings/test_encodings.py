@@ -440,7 +440,7 @@ def test_every_method_is_exported_and_its_name_is_known_without_imports() -> Non
 )
 def test_what_one_table_does_not_say(method: str, parameters: dict[str, Any], reason: str) -> None:
     made = method_named(method).for_target(SHAPE, 8 * SHAPE.trained_length, **parameters)
-    found = made.beyond_one_table(SHAPE)
+    found = made.why_not_one_table(SHAPE)
     assert reason in found if reason else found == ""
     assert made.scales_by_position(SHAPE) == (method in ("logn(yarn)", "drope") and not parameters)
     turned = ("dynamic_ntk", "short_original(yarn)", "xpos", "self_extend")

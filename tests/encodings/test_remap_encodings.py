@@ -112,7 +112,7 @@ def test_a_method_is_stored_and_read_exactly(name: str) -> None:
     method = for_target(name, 32, 60)
     assert rx.Encoding.from_dict(method.to_dict()) == method
     assert method.remaps
-    assert "distant pairs" in method.beyond_one_table(shape(32))
+    assert "distant pairs" in method.why_not_one_table(shape(32))
 
 
 def test_near_and_far_from_the_target_length() -> None:

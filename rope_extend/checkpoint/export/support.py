@@ -72,7 +72,7 @@ def support(
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
     engine = TARGETS[target]
-    if obstacle := encoding.beyond_one_table(shape):
+    if obstacle := encoding.why_not_one_table(shape):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length

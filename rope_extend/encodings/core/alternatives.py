@@ -40,7 +40,7 @@ class AbsoluteEncoding(Encoding):
 
     replaces_rotation = True
 
-    def beyond_one_table(self, shape: RopeShape) -> str:
+    def why_not_one_table(self, shape: RopeShape) -> str:
         """Vectors on token embeddings."""
         return "it adds vectors to the token embeddings instead of rotating"
 

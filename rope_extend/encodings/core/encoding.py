@@ -29,7 +29,7 @@ class Encoding(Checked, ABC):
 
     A subclass that sets `name` registers itself; abstract kinds have no name. `to_dict` and `from_dict`
     are exact inverses, so an encoding can be stored in JSON, YAML and `config.json`. Code that supports only
-    some encodings asks the attributes below and `beyond_one_table`.
+    some encodings asks the attributes below and `why_not_one_table`.
     """
 
     name: ClassVar[str]
@@ -44,8 +44,10 @@ class Encoding(Checked, ABC):
     """Whether each layer has its own learned parameters, if the encoding learns any."""
     remaps: ClassVar[bool] = False
     """Whether it rotates distant pairs of tokens in another way than near ones, as SelfExtend does."""
+    inner_name: ClassVar[str] = ""
+    """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 
-    def beyond_one_table(self, shape: RopeShape) -> str:
+    def why_not_one_table(self, shape: RopeShape) -> str:
         """Why one rotary table and one attention factor do not say all that the encoding does, as a clause.
 
         Empty if they do.
@@ -133,17 +135,13 @@ class Encoding(Checked, ABC):
         return [field.name for field in cls._fields() if (field.default, field.default_factory) == missing]
 
     def __str__(self) -> str:
-        """`yarn(factor=8)`: the name and what differs from the defaults, for logs and legends."""
-        changed = self._changed_parameters()
-        return f"{self.name}({', '.join(changed)})" if changed else self.name
-
-    def _changed_parameters(self) -> list[str]:
-        """`name=value` of the parameters that differ from the defaults, without an inner schedule."""
-        return [
-            f"{field.name}={_short_text(value)}"
-            for field in self._fields()
-            if field.name != "inner" and (value := getattr(self, field.name)) != field.default
-        ]
+        """`yarn(factor=8)`, `resonance(yarn(factor=8))`: the method inside it, and what is no default."""
+        shown = [str(getattr(self, self.inner_name))] if self.inner_name else []
+        for field in self._fields():
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if field.name != self.inner_name and (value := getattr(self, field.name)) != default:
+                shown.append(f"{field.name}={_short_text(value)}")
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., parameter: value, ...}`; parameters that are None are omitted."""

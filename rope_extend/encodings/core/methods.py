@@ -109,8 +109,8 @@ def method_named(name: str, kind: type[Encoding] = Encoding) -> Method[Any]:
                 f"{each} is not a rotary method; rotary methods are {', '.join(encoding_names(RopeEncoding))}"
             )
     for cls in classes[: len(names) - 1]:
-        if not getattr(cls, "inner_name", ""):
-            composed = sorted(each for each in known if getattr(known[each], "inner_name", ""))
+        if not cls.inner_name:
+            composed = [each for each in encoding_names(RopeEncoding) if known[each].inner_name]
             raise RopeExtendError(
                 f"{name}: {cls.name} takes no method inside it; those that do: {', '.join(composed)}"
             )
@@ -134,7 +134,7 @@ def rotary_method(name: str) -> Method[RopeEncoding]:
 
 def composed_name(encoding: Encoding) -> str:
     """The name of an encoding with the method inside it, such as `short_original(yarn)`."""
-    inner = getattr(encoding, getattr(encoding, "inner_name", "") or "inner", None)
+    inner = getattr(encoding, encoding.inner_name, None)
     if not isinstance(inner, RopeEncoding) or inner.name == "none":
         return encoding.name
     return f"{encoding.name}({composed_name(inner)})"
@@ -147,6 +147,6 @@ def methods_from_length() -> list[str]:
         cls = encoding_class(name)
         with contextlib.suppress(RopeExtendError):
             cls.for_target(RopeShape(dim=128, theta=1e4, trained_length=4096), 32_768)
-            if getattr(cls, "inner_name", "") != "inner":
+            if cls.inner_name != "inner":
                 names.append(name)
     return names

@@ -29,19 +29,21 @@ class RopeEncoding(Encoding):
     """The `rope_type` of transformers with the same formula and parameters, if there is one."""
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Parameters with another name in `config.rope_parameters`: our name to the stock name."""
+    stock_omits: ClassVar[tuple[str, ...]] = ()
+    """Parameters that `config.rope_parameters` does not have."""
+    states_trained_length: ClassVar[bool] = False
+    """Whether stock transformers takes the trained window from `config.rope_parameters`."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
     mscale_all_dim: float | None = None
     """In families of DeepSeek's kind, all logits are multiplied by `(0.1 mscale_all_dim ln s + 1)²`."""
-    inner_name: ClassVar[str] = ""
-    """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 
     @property
     def rotates_in_attention(self) -> bool:
         """Whether the model rotates by plain RoPE, and attention turns on to the table of a query."""
         return self.depends_on_length
 
-    def beyond_one_table(self, shape: RopeShape) -> str:
+    def why_not_one_table(self, shape: RopeShape) -> str:
         """Why one table of frequencies and one attention factor are not the whole schedule; empty if so."""
         if self.remaps:
             return "it rotates distant pairs of tokens in another way than near ones, inside attention"
@@ -148,8 +150,10 @@ class RopeEncoding(Encoding):
             values = {
                 self.stock_names.get(key, key): value
                 for key, value in self.to_dict().items()
-                if key != "name"
+                if key not in ("name", *self.stock_omits)
             }
+            if self.states_trained_length:
+                values["original_max_position_embeddings"] = shape.trained_length
             return {"rope_type": self.rope_type, "rope_theta": shape.theta, **values}
         return self.longrope_parameters(shape)
 
@@ -164,7 +168,7 @@ class RopeEncoding(Encoding):
             RopeExtendError: one static table does not say all that the encoding does.
         """
         table = self.inv_freq(shape)
-        if self.beyond_one_table(shape):
+        if self.why_not_one_table(shape):
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
         factors = torch.where(table > 0, shape.inv_freq() / table, ZERO_FREQUENCY_DIVISOR).tolist()
         target = self.target_length(shape)
@@ -235,7 +239,8 @@ class GrowingRope(RopeEncoding):
     """A rotary schedule whose table keeps changing with the length of the text beyond the trained window.
 
     The table of a query, and of its keys, is that of the text up to this query. The encoding of a token then
-    never depends on later tokens, so one forward, a prefill in chunks and decoding with a cache agree.
+    never depends on later tokens, so one forward, a prefill in chunks and decoding with a cache agree. Stock
+    transformers uses the longest row of a batch.
 
     Attributes:
         step: the relative growth of the text from one table to the next. All texts between two tables use
@@ -245,6 +250,7 @@ class GrowingRope(RopeEncoding):
     step: Annotated[float, number(0, 1)] = 1 / 16
 
     depends_on_length = True
+    stock_omits = ("step",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,9 +274,10 @@ class GrowingRope(RopeEncoding):
         table = torch.tensor(ends, device=lengths.device)
         return table[torch.searchsorted(table, lengths.contiguous())]
 
-    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
-        return {key: value for key, value in super().rope_parameters(shape).items() if key != "step"}
+
+def attribute_of(field: str, attribute: str) -> Any:
+    """An attribute or a method that is that of the schedule in a field."""
+    return property(lambda self: getattr(getattr(self, field), attribute))
 
 
 def inner_schedule(outer: Any, field: str = "inner", *, may_remap: bool = False) -> RopeEncoding:
