@@ -68,7 +68,6 @@ FAMILIES = (
     Family(
         ("zaya",),
         "full-attention layers only (`hybrid`); the first channels of a head",
-        hides_positions=("zaya",),
         layer_types=("hybrid",),
     ),
     Family(

@@ -50,7 +50,6 @@ FAMILIES = (
         "all channels of a head, as complex numbers, in three of four layers",
         rotary_path="model.rotary_emb",
         in_float32=("llama4_text",),
-        hides_positions=("llama4_text",),
         layout="complex",
         pairs="neighbours",
         rotates=has_rotary,

@@ -34,7 +34,6 @@ FAMILIES = (
         """),
         "all channels of a head",
         in_float32=types("flex_olmo olmo olmo2"),
-        hides_positions=("ministral3",),  # in transformers 5.17
     ),
     Family(
         types("falcon gpt_neox_japanese"),
@@ -45,7 +44,6 @@ FAMILIES = (
     Family(
         types("glm4_moe gpt_neox minimax_m2 nemotron persimmon phi stablelm"),
         "the first channels of a head",
-        hides_positions=("persimmon",),
     ),
     Family(
         ("minimax_m3_vl_text",),
@@ -60,13 +58,11 @@ FAMILIES = (
     Family(
         types("qwen3_5_text qwen3_5_moe_text"),
         "the first channels of a head; positions may have three parts",
-        hides_positions=types("qwen3_5_text qwen3_5_moe_text"),
         sections=True,
     ),
     Family(
         ("moshi",),
         "all channels of a head, a module in each layer",
-        hides_positions=("moshi",),
         rotary_path="layers.*.self_attn.rotary_emb",
     ),
 )

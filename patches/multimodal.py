@@ -21,7 +21,6 @@ FAMILIES = (
         types("fuyu got_ocr2 moss_transcribe_diarize"),
         _NOTE,
         rotary_path="language_model.rotary_emb",
-        hides_positions=("fuyu",),
         rotates=of_text,
         config_path="text_config",
     ),

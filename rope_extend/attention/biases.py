@@ -37,7 +37,7 @@ class BiasHandler(AttentionHandler):
         forward = self.forward_of_call(call)
         keys = self.keys_of_call(call, forward)
         device = call.query.device
-        positions = forward.once(
+        positions = forward.cached(
             "positions", device, of=keys, compute=lambda: CallPositions.of(forward.queries, keys, device)
         )
         scaling = call.kwargs.get("scaling")
@@ -67,7 +67,7 @@ class BiasHandler(AttentionHandler):
         rows = rows_of_part(
             len(positions.keys) * shape.heads, call.key.shape[2], device_of(call.query), from_table=bias.table
         )
-        spans = forward.once(
+        spans = forward.cached(
             "spans", rows, call.key.shape[2], of=call.mask, compute=partial(_spans, call, positions, rows)
         )
         tensors = (call.query, call.key, call.value, *bias.sources)
@@ -84,9 +84,9 @@ class BiasHandler(AttentionHandler):
 def _spans(call: AttentionCall, positions: CallPositions, rows: int) -> list[tuple[int, int]]:
     """For each part, the first key that any of its queries may see, and the one after the last."""
     new, keys = call.query.shape[2], call.key.shape[2]
-    if call.mask is None or call.mask.is_meta:  # in a dry run, the mask is causal
+    mask = call.readable_mask
+    if mask is None:
         return [(0, positions.before + min(start + rows, new)) for start in range(0, new, rows)]
-    mask = call.mask
     seen = functional.pad(visible(mask).flatten(0, 1).any(dim=0), (0, 0, 0, -new % rows))
     by_part = seen.view(-1, rows, keys).any(dim=1).to(torch.uint8)
     # A part without any visible key, as in padding, still gets one key.

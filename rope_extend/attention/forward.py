@@ -37,7 +37,7 @@ class Forward:
         self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._bytes = 0
 
-    def once(self, *name: Any, compute: Callable[[], _Value], of: Any = None) -> _Value:
+    def cached(self, *name: Any, compute: Callable[[], _Value], of: Any = None) -> _Value:
         """A value that is computed in one layer, and kept for the next ones while tensors are few.
 
         Args:
@@ -62,4 +62,4 @@ class Forward:
 
     def on(self, device: torch.device, values: Tensor) -> Tensor:
         """A tensor of this forward, copied to a device once for all layers there."""
-        return self.once("copy", device, of=values, compute=lambda: to_device(values, device))
+        return self.cached("copy", device, of=values, compute=lambda: to_device(values, device))

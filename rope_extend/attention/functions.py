@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_extend.attention.registry import (
     AttentionFunction,
+    Inputs,
     never_compiled,
     own_function,
     register,
@@ -74,6 +75,11 @@ class AttentionCall:
     mask: Tensor | None
     kwargs: dict[str, Any]
     given: dict[str, Any]
+
+    @property
+    def readable_mask(self) -> Tensor | None:
+        """The mask if its values can be read; None without one, and in a dry run, where masks are causal."""
+        return None if self.mask is None or self.mask.is_meta else self.mask
 
     @property
     def is_causal(self) -> bool:
@@ -198,13 +204,13 @@ def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     return output, weights
 
 
-def handing_over(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What a forward pre-hook of an attention module returns to give its handler a value by name."""
-    if value is None or getattr(module, HANDLER, None) is None:
+def handing_over(module: nn.Module, inputs: Inputs, **given: Any) -> Inputs | None:
+    """What a forward pre-hook of an attention module returns to give its handler values that are not None."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given or getattr(module, HANDLER, None) is None:
         return None
-    return args, {**kwargs, GIVEN: {**kwargs.get(GIVEN, {}), name: value}}
+    args, kwargs = inputs
+    return args, {**kwargs, GIVEN: {**kwargs.get(GIVEN, {}), **given}}
 
 
 def attention_modules(decoder: nn.Module) -> list[Any]:

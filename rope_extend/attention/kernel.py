@@ -160,7 +160,7 @@ class KernelHandler(AttentionHandler):
             )
         if call.mask is not None:
             shown = call.mask[..., past : past + new]
-            visible_keys = forward.once("visible", of=call.mask, compute=lambda: self._visible(shown))
+            visible_keys = forward.cached("visible", of=call.mask, compute=lambda: self._visible(shown))
             k = k * visible_keys[:, None, :, None].to(k.device)
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
@@ -195,9 +195,8 @@ class KernelHandler(AttentionHandler):
             cos, sin = (each.to(states.device, states.dtype) for each in (angles.cos(), angles.sin()))
             return cos, sin
 
-        cos, sin = forward.once("angles", states.device, states.dtype, compute=cos_and_sin)
-        sin = -sin if self.family.backwards else sin
-        return rotate(states, cos, sin, pairs=self.family.pairs, rotated=self.family.rotated)
+        cos, sin = forward.cached("angles", states.device, states.dtype, compute=cos_and_sin)
+        return rotate(states, cos, sin, self.family)
 
     def _layer(self, call: AttentionCall) -> Any:
         """The layer of the cache that a call uses; None if there is no cache."""

@@ -16,15 +16,16 @@ from torch.nn import functional
 
 from rope_extend.models.planned_device import device_of
 
+Partial = tuple[Tensor, Tensor]
+"""Attention to one set of keys `[..., value_dim]`, and the log-sum-exp of its logits `[...]`."""
+
 _WIDEST = 256
 """The most channels of a head that the flash kernel of a GPU computes."""
 _SPARE = 8
 """Channels that the backward pass adds: kernels take multiples of 8."""
 
 
-def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Partial:
     """Attention to one set of keys, and the log-sum-exp of its logits, without a mask.
 
     Memory is linear in the number of tokens on a CPU, and on a GPU for float16 and bfloat16 with up to 248
@@ -62,18 +63,13 @@ def partial_attention(
     return output, sums
 
 
-def merge(output: Tensor, sums: Tensor, other_output: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
+def merge_partials(one: Partial, other: Partial) -> Partial:
     """Attention to two sets of keys without a common one, from the attention to each.
 
-    Args:
-        output: `[..., value_dim]`, attention to the first set.
-        sums: `[...]`, the log-sum-exp of its logits; -infinity if it has no key.
-        other_output: attention to the second set.
-        other_sums: the log-sum-exp of its logits.
-
-    Returns:
-        Output and log-sum-exp in float32, or float64 if a part is. Weights are never rounded to less.
+    The log-sum-exp of a set without keys is -infinity. Results are float32, or float64 if a part is: weights
+    are never rounded to less.
     """
+    (output, sums), (other_output, other_sums) = one, other
     highest = torch.maximum(sums, other_sums).detach()
     highest = torch.where(highest == -math.inf, 0.0, highest)
     weight, other_weight = (sums - highest).exp(), (other_sums - highest).exp()

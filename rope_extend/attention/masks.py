@@ -25,28 +25,27 @@ def visible(mask: Tensor) -> Tensor:
 def shown_to(call: AttentionCall, query: int | Tensor, columns: int) -> Tensor:
     """Which of the first `columns` keys a query of each row sees, bool `[1 or batch, columns]` on the CPU.
 
-    All of them if there is no mask, or in a dry run, where masks are causal. `query` is one, or `[batch]`.
+    All of them if there is no mask. `query` is one, or `[batch]`.
     """
-    if call.mask is None or call.mask.is_meta:
+    mask = call.readable_mask
+    if mask is None:
         return torch.ones(1, columns, dtype=torch.bool)
-    return visible(call.mask[torch.arange(len(call.mask)), 0, query, :columns]).cpu()
+    return visible(mask[torch.arange(len(mask)), 0, query, :columns]).cpu()
 
 
 def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
     """Whether a query of a call sees keys after its own, as images, prefixes and encoders do.
 
-    Computed once for all layers of a forward that share a mask. In a dry run, masks are causal.
+    Computed once for all layers of a forward that share a mask.
     `keys` is the number of keys without the empty slots of a static cache.
     """
-    mask, new = call.mask, call.query.shape[2]
+    mask, new = call.readable_mask, call.query.shape[2]
     if new == 1:
         return False
     if mask is None:
-        return not call.is_causal
-    if mask.is_meta:
-        return False
+        return call.mask is None and not call.is_causal
     shown = mask[..., :keys]
-    return forward.once("sees later", of=mask, compute=lambda: _shows_later(shown, new, keys - new))
+    return forward.cached("sees later", of=mask, compute=lambda: _shows_later(shown, new, keys - new))
 
 
 def _shows_later(mask: Tensor, queries: int, first: int) -> bool:
@@ -112,15 +111,13 @@ def text_rows(call: AttentionCall, forward: Forward, keys: Tensor) -> list[TextR
 
     The call has a key for each of the positions `keys`. Computed once for all layers that share a mask.
     """
-    mask, new = call.mask, forward.queries.shape[1]
+    mask, new = call.readable_mask, forward.queries.shape[1]
     if mask is None:
-        return _of_columns(keys, None) if call.is_causal else None
-    return forward.once("text rows", of=mask, compute=lambda: _of_mask(mask, keys, new))
+        return _of_columns(keys, None) if call.mask is not None or call.is_causal else None
+    return forward.cached("text rows", of=mask, compute=lambda: _of_mask(mask, keys, new))
 
 
 def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None:
-    if mask.is_meta:  # in a dry run, the mask is causal
-        return _of_columns(positions, None)
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     shown = mask[:, 0, -1]

@@ -34,11 +34,12 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.masks import shown_to, visible
+from rope_extend.attention.registry import Inputs
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import Family
 from rope_extend.models.parameters import LearnedParameters
-from rope_extend.models.rotary import marked_positions
+from rope_extend.models.rotary import check_one_position, marked_positions
 from rope_extend.models.undo import UndoLog
 
 
@@ -119,9 +120,7 @@ class AttentionHandler:
         for config in add_handler(self, modules, undo):
             self.check_implementation(config._attn_implementation)
         for module in modules:
-            undo.hook(module, give_cache)
-            if decoder.config.model_type in self.family.hides_positions:
-                undo.hook(module, give_positions)
+            undo.hook(module, hand_over)
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
         """The forward that a call belongs to, with the positions of its queries.
@@ -185,9 +184,9 @@ class AttentionHandler:
             PatchError: the positions of cached keys have gaps.
         """
         columns, window = call.key.shape[2], attention_window(call.module)
-        total = forward.once("total", compute=partial(_tokens_so_far, call))
+        total = forward.cached("total", compute=partial(_tokens_so_far, call))
         compute = partial(self._key_positions, forward.queries, call, columns, total, window)
-        return forward.once("keys", columns, window, of=call.mask, compute=compute)
+        return forward.cached("keys", columns, window, of=call.mask, compute=compute)
 
     def _key_positions(
         self, queries: Tensor, call: AttentionCall, columns: int, total: int, window: int | None
@@ -200,20 +199,23 @@ class AttentionHandler:
         past, dropped = end - new, total - end
         if past <= 0:
             return queries
-        # In each row, keys are counted back from the first new token that is no padding: it sees its own key.
-        at = torch.zeros(1, dtype=torch.int64)
-        if call.mask is not None and not call.mask.is_meta and new > 1:
-            own_keys = call.mask[:, 0].diagonal(past, dim1=-2, dim2=-1)
+        # A cache keeps no positions: they follow from the first new token of each row that is no padding. Only
+        # such a token sees its own key, which is on the diagonal of the mask.
+        at, mask = torch.zeros(1, dtype=torch.int64), call.readable_mask
+        if mask is not None and new > 1:
+            own_keys = mask[:, 0].diagonal(past, dim1=-2, dim2=-1)
             at = visible(own_keys).int().argmax(dim=-1).cpu()
         shown = shown_to(call, at, end)
         is_text = shown.gather(1, (past + at).expand(len(shown))[:, None])
         rows = max(len(queries), len(shown))
-        # The number of visible keys from each one on, up to that token.
+        # Visible keys from each one on, up to that token: the difference of positions, if these count tokens.
         after = shown[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
         seen, column = after[:, :1], dropped + past + at[:, None]
         position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
         position = torch.where(is_text, position, seen)  # of padding, it may be any number
-        by_column = position == column
+        by_column = position == column  # padding was counted too
+        # A token that sees all keys sees as many as its position says, or there are gaps. With a window, or in a
+        # cache that dropped keys, it sees fewer: then it is only known that they are not more.
         sees_all = column < (0 if dropped else total if window is None else window)
         counted = torch.where(sees_all, position == seen, (seen <= position) & (position < column))
         unknown = ~by_column & ~counted
@@ -249,7 +251,7 @@ def count_tokens_only(decoder: nn.Module, undo: UndoLog) -> None:
 
 def _give_positions(
     names: tuple[str, ...], decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> Inputs | None:
     """Forward pre-hook of a decoder whose arguments have `names`: positions from a mask `[batch, tokens]`.
 
     Padding after the text keeps the number of its column, so padding on the right changes no position.
@@ -274,34 +276,30 @@ def _cache_among(values: Iterable[Any]) -> Any:
     return caches[0] if caches else None
 
 
-def give_cache(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of an attention module: give its handler the cache."""
-    return handing_over(module, args, kwargs, "cache", _cache_among((*args, *kwargs.values())))
+def hand_over(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    """Forward pre-hook of an attention module: give its handler the cache, and the positions.
 
-
-def give_positions(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of an attention module that does not hand positions to its attention function.
-
-    The rotary module has marked cos and sin with them.
+    Not every module hands positions to its attention function.
     """
-    positions = kwargs.get("position_ids")
-    positions = find_positions((args, kwargs)) if positions is None else positions
-    return handing_over(module, args, kwargs, "positions", positions)
+    cache = _cache_among((*args, *kwargs.values()))
+    return handing_over(module, (args, kwargs), cache=cache, positions=positions_among((args, kwargs)))
 
 
-def find_positions(arguments: Any) -> Tensor | None:
-    """The positions with which cos and sin among the arguments of a module are marked; None if none are."""
+def positions_among(inputs: Inputs) -> Tensor | None:
+    """The positions that a module gets, or those with which the rotary module marked cos and sin; or None."""
+    positions = inputs[1].get("position_ids")
+    return _marked_among(inputs) if positions is None else positions
+
+
+def _marked_among(arguments: Any) -> Tensor | None:
+    """The positions of the first cos and sin in nested arguments that are marked; None if none are."""
     if isinstance(arguments, Tensor):
         return marked_positions(arguments)
     if isinstance(arguments, Mapping):
         arguments = arguments.values()
     elif not isinstance(arguments, tuple | list):
         return None
-    found = (find_positions(argument) for argument in arguments)
+    found = (_marked_among(argument) for argument in arguments)
     return next((positions for positions in found if positions is not None), None)
 
 
@@ -310,11 +308,7 @@ def _rows(position_ids: Tensor, encoding: Encoding) -> Tensor:
     if position_ids.numel() == 1 and position_ids.dtype == torch.int64:  # at once, for decoding
         return position_ids.view(1, 1)
     if position_ids.dim() == 3:
-        if not bool((position_ids == position_ids[:1]).all()):
-            raise PatchError(
-                f"{encoding} needs one position for each token, but this input has tokens with several "
-                f"(time, height, width); use a static schedule, such as yarn"
-            )
+        check_one_position(encoding, position_ids)
         position_ids = position_ids[0]
     if position_ids.dim() == 1:
         position_ids = position_ids[None]

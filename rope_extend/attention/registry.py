@@ -16,6 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """Called with `(module, query, key, value, mask, **kwargs)`; gives `[batch, T, heads, dim]` and weights."""
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a module, as a forward pre-hook takes them, and returns them if it changes any."""
+
 PREFIX = "rope_extend_"
 """The start of the name of each attention implementation that this library registers."""
 

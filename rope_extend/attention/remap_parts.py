@@ -25,12 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.attention.log_sum_exp import merge, partial_attention
+from rope_extend.attention.log_sum_exp import Partial, merge_partials, partial_attention
 from rope_extend.encodings.core.regions import Bands, Borders, Chunks, Everywhere, StartAndWindow
-
-Result = tuple[Tensor, Tensor]
-"""Outputs `[batch, heads, n, value_dim]` and log-sum-exps `[batch, heads, n]`."""
-
 
 Turn = Callable[[Tensor, int, int, Any], Tensor]
 """Turns queries or keys `[batch, heads, n, head_dim]`: by the column of the first, a region and a table."""
@@ -123,7 +119,7 @@ def _bands(text: Text, window: int) -> Tensor:
         query, key = text.queries(begin, stop, 1, table), text.keys(0, stop - window, 1, table)
         far = _of_last(query, key, text.value[:, :, : stop - window], text.scale)
         rows = slice(split, stop - first)
-        outputs.append(merge(near[:, :, rows], near_sums[:, :, rows], *far)[0])
+        outputs.append(merge_partials((near[:, :, rows], near_sums[:, :, rows]), far)[0])
     return torch.cat(outputs, dim=2)
 
 
@@ -140,7 +136,7 @@ def _start_and_window(text: Text, borders: StartAndWindow) -> Tensor:
         text.queries(begin, total, 1, table), text.keys(0, start, 1, table), text.value[:, :, :start],
         causal=False, scale=text.scale,
     )  # fmt: skip
-    output, _ = merge(*near, *sinks)
+    output, _ = merge_partials(near, sinks)
     if begin == first:
         return output
     head, _ = partial_attention(
@@ -150,7 +146,7 @@ def _start_and_window(text: Text, borders: StartAndWindow) -> Tensor:
     return torch.cat([head.to(output.dtype), output], dim=2)
 
 
-def _of_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+def _of_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Causal attention of rotated queries, the last of the keys: a square, and a rectangle."""
     all_see = key.shape[2] - query.shape[2]
     found = partial_attention(query, key[:, :, all_see:], value[:, :, all_see:], causal=True, scale=scale)
@@ -158,11 +154,11 @@ def _of_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
         before = partial_attention(
             query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=scale
         )
-        found = merge(*found, *before)
+        found = merge_partials(found, before)
     return found
 
 
-def _near(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Result:
+def _near(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Partial:
     """Attention of rotated queries, the last of the keys, to keys closer than `window`, in float32."""
     total = key.shape[2]
     first = total - query.shape[2]
@@ -180,16 +176,16 @@ def _near(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) 
     return torch.cat([output.to(sums[0].dtype) for output in outputs], dim=2), torch.cat(sums, dim=2)
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+def _block(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Attention of n queries, the last of W + n keys, each to the W keys that end with its own; n <= W."""
     count = query.shape[2]
-    output, sums = _of_last(query, key[:, :, count:], value[:, :, count:], scale)
+    found = _of_last(query, key[:, :, count:], value[:, :, count:], scale)
     if count == 1:
-        return output, sums
-    return merge(output, sums, *_later_keys(query, key[:, :, :count], value[:, :, :count], scale))
+        return found
+    return merge_partials(found, _later_keys(query, key[:, :, :count], value[:, :, :count], scale))
 
 
-def _later_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+def _later_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
     """Attention of query i to the keys after the i-th; the last query sees none of them."""
     query = query.flip(2)[:, :, 1:]
     key, value = (part.flip(2)[:, :, :-1] for part in (key, value))
@@ -211,6 +207,6 @@ def _chunks(text: Text, size: int) -> Tensor:
                 other = partial_attention(
                     query, key[:, :, keys], value[:, :, keys], causal=False, scale=text.scale
                 )
-                found = merge(*found, *other)
+                found = merge_partials(found, other)
         outputs.append(found[0])
     return torch.cat(outputs, dim=2)

@@ -86,7 +86,7 @@ class _Forward(Forward):
             self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
-        # Whatever the keys. Asked in each layer, and within the window it is all that is asked.
+        # Whatever the keys: no layer of a text within the window looks at more than this.
         self.plain = self.encoding.is_plain(self.shape, 0, int(queries.max()))
 
     def is_plain(self, positions: Tensor) -> bool:
@@ -96,11 +96,11 @@ class _Forward(Forward):
             lowest, highest = (int(positions.min()), int(max(positions.max(), self.queries.max())))
             return self.encoding.is_plain(self.shape, lowest, highest)
 
-        return self.once("plain", of=positions, compute=plain)
+        return self.cached("plain", of=positions, compute=plain)
 
     def regions(self, length: int) -> tuple[Region, ...]:
         """The regions of queries whose table has a length."""
-        return self.once("regions", length, compute=lambda: self.encoding.regions(self.shape, length))
+        return self.cached("regions", length, compute=lambda: self.encoding.regions(self.shape, length))
 
     def cut(self, rows: slice, begin: int, end: int) -> Iterator[tuple[int, int, tuple[Table, ...]]]:
         """Consecutive queries of some rows with the same tables in each row.
@@ -144,7 +144,7 @@ class _Forward(Forward):
             of = "key"  # queries and keys turn alike
         name = ("turn", of, region, tables, like.dtype, like.device)
         compute = partial(self._turn, of, regions, tables, positions, like)
-        return self.once(*name, of=positions, compute=compute)
+        return self.cached(*name, of=positions, compute=compute)
 
     def _turn(
         self, of: str, regions: list[Region], tables: tuple[Table, ...], positions: Tensor, like: Tensor
@@ -166,6 +166,7 @@ class _Forward(Forward):
         size = to_device(torch.tensor(sizes, dtype=torch.float64), device)[:, None, None]
         cos, sin = angles.cos() * size, angles.sin() * size
         if self.decay is not None:
+            # Queries shrink as keys grow, so that products decay; from afar, both would leave the dtype's range.
             centres = to_device(torch.tensor([centre for _, centre in tables]), device)
             # No query attends to keys after the block, but their factor must stay finite.
             distance = (at - centres[:, None]).clamp(max=self.block)[..., None]
@@ -222,7 +223,7 @@ class RotationHandler(AttentionHandler):
         if held is not None:
             count = keys.shape[1]
             compute = partial(shown_to, call, call.query.shape[2] - 1, count)
-            held.trim(keys, forward.once("shown", count, of=call.mask, compute=compute))
+            held.trim(keys, forward.cached("shown", count, of=call.mask, compute=compute))
         return found
 
     def _of_held(
@@ -249,7 +250,7 @@ class RotationHandler(AttentionHandler):
                 )
             return None if whole.mask is None else layer.of_columns(whole.mask), layer.of_columns(keys)
 
-        mask, keys = forward.once("held", layer.dropped, call.key.shape[2], of=call.mask, compute=held)
+        mask, keys = forward.cached("held", layer.dropped, call.key.shape[2], of=call.mask, compute=held)
         return replace(call, mask=mask), keys
 
     def _attend(self, call: AttentionCall, forward: _Forward, keys: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -262,9 +263,6 @@ class RotationHandler(AttentionHandler):
             return self._in_parts(call, forward, keys, rows), None
         return self._by_regions(call, forward, keys)
 
-    def _turned(self, states: Tensor, rotation: Rotation | None) -> Tensor:
-        return states if rotation is None else turned(states, rotation, self.family)
-
     # One token after a cache.
 
     def _one_token(
@@ -272,10 +270,10 @@ class RotationHandler(AttentionHandler):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one query to keys that are turned by their distance to it."""
         compute = partial(self._by_distance, forward, keys, call.query)
-        rotation, shown = forward.once(
+        rotation, shown = forward.cached(
             "one token", call.query.dtype, call.query.device, of=keys, compute=compute
         )
-        call = replace(call, key=self._turned(call.key, rotation))
+        call = replace(call, key=rotated_by(call.key, rotation, self.family))
         if shown is not None:
             call = without_keys(call, shown)
         return call.own(call.query, call.key, call.value, call.mask)
@@ -286,7 +284,8 @@ class RotationHandler(AttentionHandler):
         rows, rotary = len(keys), forward.rotary
         query = forward.queries.expand(rows, -1)
         region = forward.encoding.borders.region(query, keys)
-        # The query and the key are at their own angles, and their difference shall be that of the region.
+        # Keys alone are rotated, because the query has another angle in each region. Both are at the angles of
+        # plain RoPE, so a key gets what their difference lacks to that of its region.
         turns = rotary.plain_angles(query) - rotary.plain_angles(keys)
         sizes = torch.ones(rows, 1, 1, dtype=torch.float64)
         for row, length in enumerate(forward.lengths.expand(rows, -1)[:, 0].tolist()):
@@ -349,14 +348,13 @@ class RotationHandler(AttentionHandler):
         which = slice(None) if each.rows is None else list(each.rows)
         row = 0 if each.rows is None else each.rows[0]
         own = positions[row if len(positions) > 1 else 0, each.start : each.stop]
-        columns = forward.once("columns", row, each.start, each.stop, of=positions, compute=lambda: own[None])
+        columns = forward.cached(
+            "columns", row, each.start, each.stop, of=positions, compute=lambda: own[None]
+        )
 
         def turn(states: Tensor, start: int, region: int, table: Table, *, of: str, offset: int) -> Tensor:
             rotation = forward.turn(of, region, (table,), columns, call.query)
-            if rotation is None:
-                return states
-            part = slice(start + offset, start + offset + states.shape[2])
-            return self._turned(states, (rotation[0][:, :, part], rotation[1][:, :, part]))
+            return rotated_by(states, rotation, self.family, start + offset)
 
         query = call.query[which, :, begin:end]
         keys, values = (part[which, :, each.start : each.stop] for part in (call.key, call.value))
@@ -434,11 +432,12 @@ class RotationHandler(AttentionHandler):
         queries, keys, values, masks = [], [], [], []
         for place, (index, first, end) in enumerate(spans):
             of_query, of_key = rotations[index]
-            queries.append(self._turned_part(query, of_query, start, stop))
-            rotated = self._turned_part(key, of_key, first, end)
+            queries.append(rotated_by(query[:, :, start:stop], of_query, self.family, start))
+            rotated = rotated_by(key[:, :, first:end], of_key, self.family, first)
             keys.append(functional.pad(rotated, (place * width, (count - 1 - place) * width)))
             values.append(value[:, :, first:end])
             masks.append(hidden_except(region[:, None, :, first:end] == index, mask[..., first:end]))
+        # One softmax over all regions: keys are 0 in the channels of other regions, so products ignore these.
         with without_cudnn():  # each part has another number of keys
             output, weights = call.own(
                 torch.cat(queries, dim=-1), torch.cat(keys, dim=2), torch.cat(values, dim=2),
@@ -452,22 +451,17 @@ class RotationHandler(AttentionHandler):
             whole, past = whole + functional.pad(part, (first, key.shape[2] - end)), past + end - first
         return output, whole
 
-    def _turned_part(self, states: Tensor, rotation: Rotation | None, start: int, stop: int) -> Tensor:
-        """The states from `start` to `stop`, turned."""
-        states = states[:, :, start:stop]
-        if rotation is None:
-            return states
-        return self._turned(states, (rotation[0][:, :, start:stop], rotation[1][:, :, start:stop]))
 
-
-def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], family: Family) -> Tensor:
-    """States `[batch, heads, n, head_dim]`, turned by `[1 or batch, 1, n, dim/2]` and rounded once."""
-    cos, sin = cos_sin
-    sin = -sin if family.backwards else sin
-    half, n = cos.shape[-1], states.shape[2]
+def rotated_by(states: Tensor, rotation: Rotation | None, family: Family, first: int = 0) -> Tensor:
+    """States `[batch, heads, n, head_dim]`, rotated by entries `first` on of a rotation, and rounded once."""
+    if rotation is None:
+        return states
+    n = states.shape[2]
+    cos, sin = (part[:, :, first : first + n] for part in rotation)
+    half = cos.shape[-1]
     if torch.is_grad_enabled() or family.pairs != "halves" or states.shape[-1] != 2 * half:
-        wide = states.to(cos.dtype)
-        return rotate(wide, cos, sin, pairs=family.pairs, rotated=family.rotated).to(states.dtype)
+        return rotate(states.to(cos.dtype), cos, sin, family).to(states.dtype)
+    sin = -sin if family.backwards else sin
     # Each token turns all keys: in parts that stay in the cache of a CPU, a third of the time of `rotate`.
     result = torch.empty_like(states, dtype=cos.dtype)
     size = PART // (states.shape[1] * 2 * half) if states.device.type == "cpu" else n
@@ -481,21 +475,21 @@ def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], family: Family) -> Te
     return result.to(states.dtype)
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, family: Family) -> Tensor:
     """Rotate `states` `[batch, heads, n, head_dim]` by `cos`, `sin` `[1 or batch, 1, n, dim/2]`."""
+    sin, at_first = -sin if family.backwards else sin, family.rotated == "first"
     dim, head_dim = 2 * cos.shape[-1], states.shape[-1]
     rotated_part, rest = states, None
     if dim < head_dim:
-        first, last = (dim, head_dim - dim) if rotated == "first" else (head_dim - dim, dim)
-        left, right = torch.split(states, [first, last], dim=-1)
-        rotated_part, rest = (left, right) if rotated == "first" else (right, left)
-    if pairs == "halves":
+        left, right = states.tensor_split([dim if at_first else head_dim - dim], dim=-1)
+        rotated_part, rest = (left, right) if at_first else (right, left)
+    if family.pairs == "halves":
         a, b = rotated_part.chunk(2, dim=-1)
-        # The same operations as in `turned`, so that both round alike.
+        # The same operations as in `rotated_by`, so that both round alike.
         result = torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1)
     else:
         a, b = rotated_part[..., 0::2], rotated_part[..., 1::2]
         result = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     if rest is None:
         return result
-    return torch.cat((result, rest) if rotated == "first" else (rest, result), dim=-1)
+    return torch.cat((result, rest) if at_first else (rest, result), dim=-1)

@@ -35,7 +35,7 @@ from rope_extend.attention.functions import (
     model_config,
     out_of_reach,
 )
-from rope_extend.attention.registry import never_compiled
+from rope_extend.attention.registry import Inputs, never_compiled
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError, refuse_if
 from rope_extend.loss import causal_lm, decoder_name
 from rope_extend.models.config_facts import layer_config
@@ -86,8 +86,14 @@ class Processes:
 
         They are multiplied by the number of processes, over which training averages them.
         """
-        gathered: Tensor = _Gather.apply(own, self, dim)  # type: ignore[no-untyped-call]
-        return gathered
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        if self.group is not None:
+            dist.all_gather(parts, own.detach().contiguous(), group=self.group)
+        parts[self.rank] = own
+        if own.requires_grad and torch.is_grad_enabled():
+            parts[self.rank] = own.view_as(own)
+            parts[self.rank].register_hook(lambda gradient: gradient * self.size)
+        return torch.cat(parts, dim=dim)
 
     def heads_of(self, states: Tensor, tokens: int) -> Tensor:
         """States `[batch, heads, share, dim]` of own tokens as those of own heads, `[batch, ., tokens, dim]`.
@@ -125,26 +131,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradient, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Gather(torch.autograd.Function):
-    """See `Processes.gathered`."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, processes: Processes, dim: int) -> Tensor:
-        ctx.processes, ctx.dim, ctx.share = processes, dim, own.shape[dim]
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(processes.size)]
-        if processes.group is not None:
-            dist.all_gather(parts, own.contiguous(), group=processes.group)
-        return torch.cat(parts, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        own = gradient.narrow(ctx.dim, ctx.processes.rank * ctx.share, ctx.share)
-        return own * ctx.processes.size, None, None
-
-
 @dataclass
-class Window:
-    """The whole window of one forward.
+class WholeWindow:
+    """The whole window of one forward, of which each process has a share.
 
     Attributes:
         tokens: its length, of a chunk with a cache that of the chunk.
@@ -186,7 +175,7 @@ class SplitHandler:
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention with the heads of this process to the whole window; without one, as usual."""
-        window = call.given.get(_WHOLE)
+        window = call.given.get("window")
         if window is None:
             return self._attend(call)
         processes, heads = self.processes, call.query.shape[1]
@@ -335,7 +324,7 @@ class SplitWindow(Removable):
         self.model, self.processes = lm, processes
         self._decoder: Any = lm._modules[decoder_name(lm)]
         self._modules = attention_modules(self._decoder)
-        self.running: Window | None = None
+        self.running: WholeWindow | None = None
         self._gathers = True
         self._handlers = [SplitHandler(getattr(each, HANDLER, None), processes) for each in self._modules]
         self._configs = [module.config for module in self._modules]
@@ -394,9 +383,7 @@ class SplitWindow(Removable):
         return cache
 
     @never_compiled
-    def _before(
-        self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Forward pre-hook of the decoder: give it the tokens of this process."""
         cache = kwargs.get(CACHE)
         if cache is not None and not getattr(cache, _SPLIT, False):
@@ -412,7 +399,7 @@ class SplitWindow(Removable):
         tokens, seen = first.shape[1], 0 if cache is None else cache.get_seq_length()
         at = torch.arange(seen, seen + tokens, device=first.device)[None] if positions is None else positions
         self._check_equal(first, at, *([mask] if isinstance(mask, Tensor) and mask.dim() == 2 else []))
-        self.running = Window(tokens, at, self._masks(first, mask, positions, cache))
+        self.running = WholeWindow(tokens, at, self._masks(first, mask, positions, cache))
         own = {name: self.processes.own(value) for name, value in given.items()}
         own["position_ids"] = self.processes.own(at, dim=at.dim() - 1)
         # Without a mask, transformers would take gaps in the positions for borders between documents.
@@ -486,9 +473,7 @@ class SplitWindow(Removable):
         return output
 
     @never_compiled
-    def _hand_over(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _hand_over(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Forward pre-hook of an attention module: give its handler the window.
 
         A layer that is computed again for the backward pass finds it at its other inputs.
@@ -507,7 +492,7 @@ class SplitWindow(Removable):
                     "does not find its window; turn gradient checkpointing off"
                 )
             window = getattr(marked[0], _WHOLE)
-        return handing_over(module, args, kwargs, _WHOLE, window)
+        return handing_over(module, (args, kwargs), window=window)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

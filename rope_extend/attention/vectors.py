@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import AttentionHandler, find_positions
-from rope_extend.attention.registry import never_compiled
+from rope_extend.attention.positions import AttentionHandler, positions_among
+from rope_extend.attention.registry import Inputs, never_compiled
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.decoders import decoder_layers
@@ -40,15 +40,11 @@ class VectorHandler(AttentionHandler):
         undo.hook(layer, self.add)
 
     @never_compiled
-    def add(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def add(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Forward pre-hook of the first layer: add the vectors to its hidden states `[batch, T, hidden]`."""
         if getattr(layer, HANDLER, None) is not self:
             return None
-        position_ids = kwargs.get("position_ids")
-        if position_ids is None:
-            position_ids = find_positions((args, kwargs))
+        position_ids = positions_among((args, kwargs))
         states = args[0] if args else kwargs.get("hidden_states")
         if position_ids is None or not isinstance(states, Tensor) or states.dim() != 3:
             raise PatchError(

@@ -49,7 +49,6 @@ class Family:
         layer_types: for families with a table for each layer type: the type whose table is replaced, under
             all its names. The tables of other types stay unchanged.
         sections: whether positions may have three parts (time, height, width), each for some of the pairs.
-        hides_positions: the model types that hand no positions to their attention function.
         several_streams: the model types whose layers take several streams of hidden states, not one.
         layer_bases: the attribute of the config that lists the rotary base of each layer, 0 for a layer that
             does not rotate; empty if all layers share one base.
@@ -72,7 +71,6 @@ class Family:
     config_path: str = ""
     layer_types: tuple[str, ...] = ()
     sections: bool = False
-    hides_positions: tuple[str, ...] = ()
     several_streams: tuple[str, ...] = ()
     layer_bases: str = ""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import Family, Layout
@@ -57,6 +57,19 @@ POSITIONS = "_rope_extend_positions"
 def marked_positions(table: Tensor) -> Tensor | None:
     """The positions that cos, or cos and sin as complex numbers, belong to; None without a mark."""
     return getattr(table, POSITIONS, None)
+
+
+def check_one_position(encoding: Encoding, parts: Tensor) -> None:
+    """Refuse positions `[3, batch, T]` of which the parts differ.
+
+    Raises:
+        PatchError: they do.
+    """
+    if not parts.is_meta and not bool((parts == parts[:1]).all()):
+        raise PatchError(
+            f"{encoding} needs one position for each token, but this input has tokens with several "
+            f"(time, height, width); use a static schedule, such as yarn"
+        )
 
 
 def _table_of(module: Any, layer_type: str | None) -> Tensor:
@@ -199,7 +212,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         in_attention = self.encoding.rotates_in_attention
         parts = position_ids.dim() == 3
         if parts and in_attention:
-            self._check_one_position(position_ids)
+            check_one_position(self.encoding, position_ids)
         if in_attention and self._plain_serves(x.device):
             layer_types = () if layer_type is None else (layer_type,)
             # In transformers 5.17, the stock module takes positions with all parts only.
@@ -242,14 +255,6 @@ class ExtendedRotaryEmbedding(nn.Module):
         if self.marked and not torch.compiler.is_compiling():
             setattr(cos_sin if isinstance(cos_sin, Tensor) else cos_sin[0], POSITIONS, position_ids)
         return cos_sin
-
-    def _check_one_position(self, parts: Tensor) -> None:
-        """Refuse positions `[3, batch, T]` of which the parts differ."""
-        if not parts.is_meta and not bool((parts == parts[:1]).all()):
-            raise PatchError(
-                f"{self.encoding} needs one position for each token, but this input has tokens with several "
-                f"(time, height, width); use a static schedule, such as yarn"
-            )
 
     def _in_sections(self, angles: Tensor) -> Tensor:
         """Choose the angles of each pair, `[batch, T, dim/2]`, from those by part, `[3, batch, T, dim/2]`.

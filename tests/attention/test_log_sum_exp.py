@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_extend.attention import log_sum_exp
-from rope_extend.attention.log_sum_exp import merge, partial_attention
+from rope_extend.attention.log_sum_exp import merge_partials, partial_attention
 
 SCALE = 0.3
 
@@ -90,7 +90,7 @@ def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: torch.d
     query, key, value = (part.to(dtype) for part in exact)
     output, sums = torch.zeros(2, 4, 7, 16), torch.full((2, 4, 7), -math.inf)
     for part in zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True):
-        output, sums = merge(output, sums, *partial_attention(query, *part, causal=False, scale=SCALE))
+        output, sums = merge_partials((output, sums), partial_attention(query, *part, causal=False, scale=SCALE))
     assert (output.dtype, sums.dtype) == (torch.float32, torch.float32)
     if sum(sizes) == 0:
         assert (output == 0).all()
@@ -115,10 +115,8 @@ def test_gradients_through_the_merge_equal_those_of_dense_attention(
     (k1, k2), (v1, v2) = key.split(sizes, dim=2), value.split(sizes, dim=2)
     one = partial_attention(query, k1, v1, causal=True, scale=SCALE)
     two = partial_attention(query, k2, v2, causal=False, scale=SCALE)
-    output, sums = merge(*one, *two)
-    output, sums = merge(
-        output, sums, *partial_attention(query, key[:, :, :0], value[:, :, :0], causal=False, scale=SCALE)
-    )
+    nothing = partial_attention(query, key[:, :, :0], value[:, :, :0], causal=False, scale=SCALE)
+    output, sums = merge_partials(merge_partials(one, two), nothing)
     wished = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     (output * wished.to(dtype)).sum().backward(retain_graph=True)
     (0.7 * sums.sum()).backward()
