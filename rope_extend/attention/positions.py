@@ -199,7 +199,7 @@ class AttentionHandler:
         past, dropped = end - new, total - end
         if past <= 0:
             return queries
-        # A cache keeps no positions: they follow from the first new token of each row that is no padding. Only
+        # A cache keeps no positions: they follow from the first new token of a row that is no padding. Only
         # such a token sees its own key, which is on the diagonal of the mask.
         at, mask = torch.zeros(1, dtype=torch.int64), call.readable_mask
         if mask is not None and new > 1:
@@ -214,8 +214,8 @@ class AttentionHandler:
         position = queries.expand(rows, -1).gather(1, at.expand(rows)[:, None])
         position = torch.where(is_text, position, seen)  # of padding, it may be any number
         by_column = position == column  # padding was counted too
-        # A token that sees all keys sees as many as its position says, or there are gaps. With a window, or in a
-        # cache that dropped keys, it sees fewer: then it is only known that they are not more.
+        # A token that sees all keys sees as many as its position says, or there are gaps. With a window, or
+        # in a cache that dropped keys, it sees fewer: then it is only known that they are not more.
         sees_all = column < (0 if dropped else total if window is None else window)
         counted = torch.where(sees_all, position == seen, (seen <= position) & (position < column))
         unknown = ~by_column & ~counted

@@ -166,7 +166,7 @@ class _Forward(Forward):
         size = to_device(torch.tensor(sizes, dtype=torch.float64), device)[:, None, None]
         cos, sin = angles.cos() * size, angles.sin() * size
         if self.decay is not None:
-            # Queries shrink as keys grow, so that products decay; from afar, both would leave the dtype's range.
+            # Queries shrink as keys grow, so that products decay. From afar, both leave the range of a dtype.
             centres = to_device(torch.tensor([centre for _, centre in tables]), device)
             # No query attends to keys after the block, but their factor must stay finite.
             distance = (at - centres[:, None]).clamp(max=self.block)[..., None]
@@ -284,8 +284,8 @@ class RotationHandler(AttentionHandler):
         rows, rotary = len(keys), forward.rotary
         query = forward.queries.expand(rows, -1)
         region = forward.encoding.borders.region(query, keys)
-        # Keys alone are rotated, because the query has another angle in each region. Both are at the angles of
-        # plain RoPE, so a key gets what their difference lacks to that of its region.
+        # Keys alone are rotated, because the query has another angle in each region. Both are at the angles
+        # of plain RoPE, so a key gets what their difference lacks to that of its region.
         turns = rotary.plain_angles(query) - rotary.plain_angles(keys)
         sizes = torch.ones(rows, 1, 1, dtype=torch.float64)
         for row, length in enumerate(forward.lengths.expand(rows, -1)[:, 0].tolist()):
