@@ -1,4 +1,4 @@
-"""Methods in families: tables, logits, removal of the patch, decoding, padding, stock loading.
+"""Methods in families: logits, removal of the patch, decoding, padding, training, stock loading.
 
 `covering` says which pairs of a method and a family each check uses.
 """
@@ -20,6 +20,7 @@ from cases import (
     ENCODINGS,
     FACTOR,
     FAMILIES,
+    REMAPS,
     TARGET,
     TRAINED,
     AlternativeCase,
@@ -36,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import rope_extend as rx
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.exporting import export
-from rope_extend.encodings import GrowingRope, RopeShape
+from rope_extend.encodings import AbsoluteEncoding, GrowingRope, RopeEncoding, RopeShape
 from rope_extend.encodings.composed import ShortOriginal
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.loss import next_token_loss
@@ -44,7 +45,7 @@ from rope_extend.models.config_facts import rotary_part
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.families import family_for
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.models.rotary_tables import active_table, shape_of
+from rope_extend.models.rotary_tables import shape_of
 from rope_extend.patching import current_patch
 from rope_extend.training.lora import lora_config
 from rope_extend.training.text_reach import TextReach, text_reach
@@ -65,9 +66,10 @@ def reach_of(model_type: str) -> TextReach:
 
 
 @cache
-def stock_logits(model_type: str) -> torch.Tensor:
-    """Of the model without a patch, before any: computed once, so each check also sees what others left."""
-    return logits(model_of(model_type), tokens(2, LENGTH))
+def stock(model_type: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits and config of the model before any patch: computed once, so each check sees what others left."""
+    model = model_of(model_type)
+    return logits(model, tokens(2, LENGTH)), model.config.to_dict()
 
 
 @pytest.fixture(params=FAMILIES, ids=str)
@@ -77,24 +79,24 @@ def family(request: pytest.FixtureRequest) -> FamilyCase:
 
 @pytest.fixture
 def model(family: FamilyCase) -> PreTrainedModel:
+    stock(family.model_type)
     return model_of(family.model_type)
 
 
-def patched_by(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
-    """The model patched with a method. Skips the test if the family does not support the method."""
-    encoding = case.build(shape_of(model))
-    try:
-        return rx.patch_model(model, encoding, target_length=TARGET)
-    except UnsupportedModelError as error:
-        reason = family_for(model.config.model_type).unreachable
-        if not reason or reason not in str(error):
-            raise
-        pytest.skip(reason)
-
-
 @pytest.fixture
-def patch(model: PreTrainedModel, case: EncodingCase) -> Iterator[rx.Patch]:
-    with patched_by(model, case) as patch:
+def patch(
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase | AlternativeCase
+) -> Iterator[rx.Patch]:
+    """The model patched with a case. A family that does not support it refuses it, and stays as it was."""
+    made = case.build(shape_of(model)) if isinstance(case, EncodingCase) else case.build()
+    if refused(family, made):
+        before, state = logits(model, tokens(1, 20)), list(model.state_dict())
+        with pytest.raises(rx.RopeExtendError), rx.patch_model(model, made, target_length=TARGET):
+            logits(model, tokens(1, 20))
+        assert torch.equal(logits(model, tokens(1, 20)), before)
+        assert list(model.state_dict()) == state
+        pytest.skip("refused, and left as it was")
+    with rx.patch_model(model, made, target_length=TARGET) as patch:
         yield patch
 
 
@@ -127,33 +129,6 @@ def logits(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> to
 def test_every_supported_family_and_method_has_a_row() -> None:
     assert sorted(case.model_type for case in ALL_FAMILIES) == rx.supported_families()
     assert sorted({case.name for case in (*ENCODINGS, *ALTERNATIVES)}) == rx.encoding_names()
-
-
-@in_families(ENCODINGS, 3)
-def test_tables_equal_the_oracle(model: PreTrainedModel, case: EncodingCase, patch: rx.Patch) -> None:
-    for length in (20, 33, 100, TARGET):
-        expected, factor = case.oracle(patch.shape, length)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(
-            expected, dtype=torch.float64
-        )
-        pairs = patch.shape.dim // 2
-        for module in rotaries(model):
-            (values,) = rotation(module, model, torch.arange(length)[None])
-            if patch.encoding.rotates_in_attention:
-                # Attention turns states to this table, as other tests see in the logits; the module is plain.
-                plain = torch.arange(length, dtype=torch.float64)[:, None] * patch.shape.inv_freq()
-                plain = torch.polar(torch.ones_like(plain), plain)
-                torch.testing.assert_close(values[:, :pairs], plain, rtol=0, atol=1e-6 * length)
-                table, scale = active_table(module, model.config, length)
-                torch.testing.assert_close(table[:pairs], torch.tensor(expected).double(), rtol=1e-6, atol=0)
-                assert scale == pytest.approx(factor)
-                continue
-            # The stock functions work in float32: a relative 2e-7 of the angle, which is at most `length`.
-            tolerance = {"rtol": 0, "atol": 1e-6 * length}
-            torch.testing.assert_close(values[:, :pairs].real, angles.cos() * factor, **tolerance)
-            torch.testing.assert_close(values[:, :pairs].imag, angles.sin() * factor, **tolerance)
-            # In "proportional" families the other pairs do not rotate.
-            assert ((values[:, pairs:] - factor).abs() < 1e-6).all()
 
 
 def test_the_patched_module_equals_the_stock_module(model: PreTrainedModel) -> None:
@@ -193,14 +168,14 @@ def test_the_patched_module_equals_the_stock_module(model: PreTrainedModel) -> N
 
 @in_families(ENCODINGS)
 def test_logits_change_and_come_back_bit_for_bit(
-    family: FamilyCase, model: PreTrainedModel, case: EncodingCase
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
 ) -> None:
-    input_ids, before = tokens(2, LENGTH), stock_logits(family.model_type)
-    config, state = model.config.to_dict(), list(model.state_dict())
-    with patched_by(model, case) as patch:
-        patched = logits(model, input_ids)
-        assert list(model.state_dict()) == state
-        assert patch.changed == (case.name != "none")
+    input_ids = tokens(2, LENGTH)
+    patched, state = logits(model, input_ids), list(model.state_dict())
+    assert patch.changed == (case.name != "none")
+    patch.remove()
+    assert list(model.state_dict()) == state
+    before, config = stock(family.model_type)
     change = (patched - before).abs().max().item()
     if case.name == "none":
         assert change < 2e-4  # float64 angles against the stock module's float32
@@ -215,16 +190,6 @@ def rotates_otherwise(patch: rx.Patch, case: EncodingCase) -> bool:
     table, factor = case.oracle(patch.shape, LENGTH)
     by = LENGTH * (torch.tensor(table).double() - torch.tensor(plain(patch.shape)).double()).abs().max()
     return bool(by > 0.1) or factor != 1 or patch.encoding.rotates_in_attention
-
-
-@in_families([case for case in ENCODINGS if not str(case).endswith("-row")], 0, "length-dependent")
-def test_cached_decoding_equals_one_forward(
-    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
-) -> None:
-    if "cache" in family.limits:
-        pytest.skip(family.limits["cache"])
-    for prefilled, decoded in DECODED:
-        assert_same_but_rounding(*cached_and_whole(family, model, prefilled, decoded))
 
 
 DECODED = ((TRAINED - 2, 4), (TARGET // 4 - 2, 4))
@@ -276,16 +241,6 @@ def test_rotation_inside_attention_is_that_of_the_rotary_module(model: PreTraine
         assert_same_but_rounding(logits(model, input_ids), expected)
 
 
-@in_families(ENCODINGS, 2, "length-dependent")
-def test_left_padding_and_batch_equal_the_single_rows(
-    family: FamilyCase, model: PreTrainedModel, patch: rx.Patch
-) -> None:
-    if "padding" in family.limits:
-        pytest.skip(family.limits["padding"])
-    for padded, alone in padded_and_alone(model):
-        assert_same_but_rounding(padded, alone)
-
-
 def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of three rows, padded on the left and each alone."""
     rows = [tokens(1, LENGTH), tokens(1, LENGTH - 17), tokens(1, 21)]
@@ -295,6 +250,40 @@ def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, tor
     together = logits(model, batch, attention_mask=mask)  # positions are counted from the mask
     for index, row in enumerate(rows):
         yield together[index, -row.shape[1] :], logits(model, row)[0]
+
+
+def caches_and_padding_change_nothing(family: FamilyCase, model: PreTrainedModel) -> None:
+    if "cache" not in family.limits:
+        for prefilled, decoded in DECODED:
+            assert_same_but_rounding(*cached_and_whole(family, model, prefilled, decoded))
+    if "padding" not in family.limits:
+        for padded, alone in padded_and_alone(model):
+            assert_same_but_rounding(padded, alone)
+
+
+@in_families(ENCODINGS, 0, "length-dependent")
+def test_caches_and_padding_change_nothing(
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
+) -> None:
+    caches_and_padding_change_nothing(family, model)
+
+
+@in_families(REMAPS, 0, few=True)
+def test_caches_and_padding_change_nothing_if_positions_change(
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
+) -> None:
+    caches_and_padding_change_nothing(family, model)
+
+
+@in_families(ALTERNATIVES, 0)
+def test_caches_and_padding_change_nothing_for_an_alternative(
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, patch: rx.Patch
+) -> None:
+    if case.name == "linear_attention" and family.model_type in ONE_STATE:
+        with pytest.raises(PatchError, match=r"cannot use this DynamicCache.*use_cache=False"):
+            cached_and_whole(family, model, 40, 4)
+    else:
+        caches_and_padding_change_nothing(family, model)
 
 
 LIMITS = [(case, limit) for case in FAMILIES for limit in case.limits]
@@ -335,9 +324,9 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
     expected = logits(model, input_ids)
     model.save_pretrained(tmp_path)
     loader = AutoModelForCausalLM if family.auto_reloads else type(model)
-    stock = loader.from_pretrained(tmp_path).eval()
-    assert type(rotaries(stock)[0]).__module__.startswith("transformers.")
-    config, parameters = rotary_part(stock.config)
+    loaded = loader.from_pretrained(tmp_path).eval()
+    assert type(rotaries(loaded)[0]).__module__.startswith("transformers.")
+    config, parameters = rotary_part(loaded.config)
     # A config class that loads only `default` and `longrope`, such as Phi-3's, takes static tables and lists.
     narrow = family_for(model.config.model_type).stock_rope_types is not None
     grows = isinstance(patch.encoding, GrowingRope)
@@ -350,12 +339,12 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
     else:
         # Beyond the trained window, stock transformers goes by the longest row, and we by each query.
         same = TRAINED if patch.encoding.rotates_in_attention else LENGTH
-        read = logits(stock, input_ids[:, :same])
+        read = logits(loaded, input_ids[:, :same])
         assert_same_but_rounding(read, expected[:, :same])
     # The plugin recognises its own config, and never takes the target for the trained window.
-    with rx.patch_model(stock, patch.encoding, target_length=TARGET) as again:
+    with rx.patch_model(loaded, patch.encoding, target_length=TARGET) as again:
         assert again.shape == patch.shape
-        assert_same_but_rounding(logits(stock, input_ids), expected)
+        assert_same_but_rounding(logits(loaded, input_ids), expected)
 
 
 NO_ONE_STREAM = ("gemma3n_text", "hrm_text", "hy_v4")
@@ -369,44 +358,30 @@ ONE_STATE = ("diffllama", "falcon_h1", "hrm_text", "zaya")
 """Families whose cache has no entry for the state of linear attention, or one entry for several layers."""
 
 
-def refused(family: FamilyCase, case: AlternativeCase) -> bool:
-    """Whether a family cannot be patched with an alternative."""
-    if case.vectors is not None:
+def refused(family: FamilyCase, made: rx.Encoding) -> bool:
+    """Whether a family cannot be patched with an encoding."""
+    if isinstance(made, AbsoluteEncoding):
         return family.model_type in NO_ONE_STREAM
-    sums = case.name == "linear_attention" and family.model_type in NO_SUMS
-    return sums or bool(family_for(family.model_type).unreachable)
-
-
-@pytest.fixture
-def alternative(
-    request: pytest.FixtureRequest, family: FamilyCase, model: PreTrainedModel
-) -> Iterator[rx.Patch]:
-    """The model patched with the encoding of `case`. A family that does not support it refuses it by name."""
-    case: AlternativeCase = request.getfixturevalue("case")
-    if refused(family, case):
-        before, state = logits(model, tokens(1, 20)), list(model.state_dict())
-        with pytest.raises(rx.RopeExtendError), rx.patch_model(model, case.build(), target_length=TARGET):
-            logits(model, tokens(1, 20))
-        assert torch.equal(logits(model, tokens(1, 20)), before)
-        assert list(model.state_dict()) == state
-        pytest.skip("refused, and left as it was")
-    with rx.patch_model(model, case.build(), target_length=TARGET) as patch:
-        yield patch
+    if made.name == "linear_attention" and family.model_type in NO_SUMS:
+        return True
+    shape = RopeShape(16, 10_000.0, TRAINED)
+    inside = not isinstance(made, RopeEncoding) or made.rotates_in_attention or made.scales_logits(shape)
+    return inside and bool(family_for(family.model_type).unreachable)
 
 
 @in_families(ALTERNATIVES)
 def test_an_alternative_changes_the_logits_and_is_removed_bit_for_bit(
-    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, patch: rx.Patch
 ) -> None:
     input_ids = tokens(2, LENGTH)
     patched, weights = logits(model, input_ids), list(model.state_dict())
-    assert alternative.changed
+    assert patch.changed
     for module in rotaries(model):
         (values,) = rotation(module, model, torch.arange(LENGTH)[None])
         assert (values == 1).all()
     config = model.config.to_dict()
-    alternative.remove()
-    before = stock_logits(family.model_type)
+    patch.remove()
+    before, _ = stock(family.model_type)
     state = list(model.state_dict())
     assert (patched - before).abs().max() > 1e-2
     assert [name for name in weights if "rope_extend" not in name] == state
@@ -416,33 +391,9 @@ def test_an_alternative_changes_the_logits_and_is_removed_bit_for_bit(
     assert torch.equal(logits(model, input_ids), before)
 
 
-@in_families(ALTERNATIVES, 0)
-def test_an_alternative_with_a_cache_equals_one_forward(
-    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
-) -> None:
-    if "cache" in family.limits:
-        pytest.skip(family.limits["cache"])
-    if case.name == "linear_attention" and family.model_type in ONE_STATE:
-        with pytest.raises(PatchError, match=r"cannot use this DynamicCache.*use_cache=False"):
-            cached_and_whole(family, model, 40, 4)
-        return
-    for prefilled, decoded in DECODED:
-        assert_same_but_rounding(*cached_and_whole(family, model, prefilled, decoded))
-
-
-@in_families(ALTERNATIVES, 1)
-def test_an_alternative_with_padding_equals_single_rows(
-    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
-) -> None:
-    if "padding" in family.limits:
-        pytest.skip(family.limits["padding"])
-    for padded, alone in padded_and_alone(model):
-        assert_same_but_rounding(padded, alone)
-
-
 @in_families(ALTERNATIVES, 2, few=True)
 def test_an_alternative_is_saved_and_loaded_by_the_plugin_alone(
-    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch, tmp_path: Path
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, patch: rx.Patch, tmp_path: Path
 ) -> None:
     learned = learned_parameters(model)
     with torch.no_grad():
@@ -456,7 +407,7 @@ def test_an_alternative_is_saved_and_loaded_by_the_plugin_alone(
     assert (directory / "encoding.safetensors").exists() == bool(learned)
     for loaded in (rx.load(directory), AutoModelForCausalLM.from_pretrained(directory).eval()):
         assert_same_but_rounding(logits(loaded, input_ids), expected)
-        assert current_patch(loaded).encoding == alternative.encoding
+        assert current_patch(loaded).encoding == patch.encoding
     # A process without rope_extend fails on a model type that it does not know.
     assert '"model_type": "rope_extend"' in (directory / "config.json").read_text()
     for target in TARGETS:
