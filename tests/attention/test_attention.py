@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -12,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
-from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from batches import LENGTH, batch, logits, same, tokens
+from cases import FACTOR, KINDS, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention.masks import visible
-from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.errors import PatchError
 
 YARN = {"name": "yarn", "factor": FACTOR}
 LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
@@ -41,26 +39,6 @@ INSIDE: dict[str, dict[str, Any]] = {
     },
     "drope": {"name": "drope", "factor": FACTOR},
 }
-
-FAMILIES = [
-    FamilyCase("llama", {"head_dim": 16}),
-    FamilyCase("qwen3", {"head_dim": 16}),
-    FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}),
-    FamilyCase("mistral", {"head_dim": 16, "sliding_window": 24}),
-    FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}),
-    FamilyCase("glm", {"head_dim": 32, "pad_token_id": 0}),
-]  # fmt: skip
-"""All have 16 rotated channels, as many as LongRoPE's lists above need."""
-
-
-@pytest.fixture(params=FAMILIES, ids=str, scope="module")
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return tiny_model(request.param)
-
-
-@pytest.fixture(params=INSIDE.values(), ids=INSIDE)
-def encoding(request: pytest.FixtureRequest) -> Any:
-    return rx.Encoding.from_dict(request.param)
 
 
 def patched(model: PreTrainedModel, encoding: Any) -> rx.Patch:
@@ -291,41 +269,6 @@ def test_small_numbers_of_an_added_mask_hide_no_key() -> None:
     assert visible(added).tolist() == [True] * 4 + [False] * 3
 
 
-def test_short_texts_are_read_as_pretrained(model: PreTrainedModel) -> None:
-    data = batch()
-    plain = logits(model, data["input_ids"][:, :TRAINED])
-    with rx.extend(model, TARGET, "yarn"):
-        static = logits(model, data["input_ids"])
-    with rx.extend(model, TARGET, "yarn", short="original") as patch:
-        assert str(patch.encoding) == "short_original(yarn(factor=8))"
-        assert torch.equal(logits(model, data["input_ids"][:, :TRAINED]), plain)
-        same(logits(model, data["input_ids"])[:, :TRAINED], plain)
-        # Beyond the window, hidden states of early tokens differ from static YaRN's.
-        assert (logits(model, data["input_ids"]) - static)[:, TRAINED:].abs().max() > 1e-3
-    assert (static[:, :TRAINED] - plain).abs().max() > 1e-2
-
-
-def test_packed_rows_equal_separate_rows(encoding: Any) -> None:
-    model = llama(head_dim=16)
-    rows = [tokens(1, 50), tokens(1, 40, seed=2)]
-    packed = torch.cat(rows, dim=1)
-    positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
-    with patched(model, encoding):
-        together = logits(model, packed, position_ids=positions)
-        same(together, torch.cat([logits(model, row) for row in rows], dim=1))
-
-
-def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = llama(head_dim=16)
-        with patched(model, encoding):
-            found.append(gradients(model, 60, checkpointing=checkpointing))
-    for name, plain in found[0].items():
-        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
-        assert plain.abs().max() > 0, name
-
-
 def test_bfloat16_rounds_as_static_methods_do() -> None:
     model = llama(head_dim=16)
     input_ids = tokens(2, LENGTH)
@@ -339,14 +282,6 @@ def test_bfloat16_rounds_as_static_methods_do() -> None:
         model.to(torch.bfloat16)
         rounded = (logits(model, input_ids).float() - static).abs().mean()
     assert (inside - exact).abs().mean() < 1.5 * rounded
-
-
-def test_a_patched_model_can_be_copied_and_pickled(encoding: Any) -> None:
-    model, data = llama(head_dim=16), batch()
-    with patched(model, encoding):
-        expected = logits(model, **data)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            same(in_parts(twin, data, [40, LENGTH]), expected, data)
 
 
 @torch.no_grad()
@@ -379,18 +314,3 @@ def test_a_paged_cache_is_refused(name: str) -> None:
         pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
     ):
         model(tokens(1, 10), write_index=[torch.arange(10)], use_cache=False)
-
-
-def test_a_family_out_of_reach_is_refused() -> None:
-    model = tiny_model(FamilyCase("gpt_neox_japanese"))
-    before = logits(model, tokens(1, 40))
-    with pytest.raises(UnsupportedModelError, match=r"gpt_neox_japanese.*static schedule works"):
-        patched(model, "dynamic_ntk")
-    assert torch.equal(logits(model, tokens(1, 40)), before)
-
-
-def test_a_bad_short_is_refused() -> None:
-    with pytest.raises(rx.RopeExtendError, match="short must be 'original'"):
-        rx.extend(llama(), TARGET, "yarn", short="plain")
-    with pytest.raises(rx.RopeExtendError, match="inner must be a static schedule"):
-        rx.extend(llama(), TARGET, "dynamic_yarn", short="original")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
+from batches import logits, tokens
 from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
 from covering import by_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -179,7 +177,7 @@ def test_attention_equals_a_dense_bias_in_float64(
 
     A key after its query, which some masks show, counts as one at distance 0.
     """
-    model = grouped(head_dim=16, num_hidden_layers=1)
+    model = grouped(head_dim=16)
     positions, allowed = places(kind, length)
     rows, scale = 2, 0.25
     allowed = allowed.expand(rows, -1, -1, -1)
@@ -189,14 +187,14 @@ def test_attention_equals_a_dense_bias_in_float64(
     upstream *= allowed.any(-1)[:, 0, :, None, None]  # the output of padding is not used
     with rx.patch_model(model, encoding) as patch:
         stir(patch)
-        module = model.model.layers[0].self_attn
+        module = model.model.layers[1].self_attn
         model.model.rotary_emb(tensors[0], positions)
         mask = None if kind in ("plain", "late", "both ways") else allowed
         module.is_causal = kind != "both ways"
         function = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
         output, _ = function(module, *tensors, mask, scaling=scale, position_ids=positions)
         (output * upstream).sum().backward()
-        learned = {} if patch.learned is None else patch.learned.of(0)
+        learned = {} if patch.learned is None else patch.learned.of(1)
         learned = {name: value.detach().double().requires_grad_() for name, value in learned.items()}
         exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
         if case.dense is None:
@@ -212,7 +210,7 @@ def test_attention_equals_a_dense_bias_in_float64(
     for tensor, other in zip(tensors, exact, strict=True):
         torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
     for name, value in learned.items():
-        found = next(p for full, p in ours.items() if full.endswith(f".{name}"))
+        found = next(p for full, p in ours.items() if full in (f"layer1.{name}", f"shared.{name}"))
         # These are sums over all pairs of tokens, so the float32 error is in proportion to the sum.
         torch.testing.assert_close(found.grad.double(), value.grad, rtol=1e-4, atol=2e-4)
     assert all(value.grad.abs().max() > 1e-2 for name, value in learned.items() if name in TELLING)
@@ -220,63 +218,6 @@ def test_attention_equals_a_dense_bias_in_float64(
 
 TELLING = ("table", "r1", "r2", "weight2", "key_vectors")
 """Learned parameters that always have an effect; the others of FIRE may have none."""
-
-
-def stock_with_dense_bias(
-    model: PreTrainedModel, case: Any, learned: list[Mapping[str, Tensor]], input_ids: Tensor
-) -> Tensor:
-    """Stock Llama in float64, with all tokens at position 0 and a dense bias as its mask."""
-    length, heads = input_ids.shape[1], model.config.num_attention_heads
-    slots = torch.arange(length)[None]
-    exact = copy.deepcopy(model).double()
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    masks = [
-        dense(case, values, heads, slots, slots, model.config.max_position_embeddings).masked_fill(
-            later, -math.inf
-        )
-        for values in learned
-    ]
-    # Each layer has its own mask, but transformers gives one mask to all, so a hook replaces it.
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
-            with_kwargs=True,
-        )
-        for layer, mask in zip(exact.model.layers, masks, strict=True)
-    ]
-    output: Tensor = exact(input_ids, position_ids=torch.zeros_like(slots), use_cache=False).logits
-    for handle in handles:
-        handle.remove()
-    return output
-
-
-@of_positions
-def test_logits_equal_stock_llama_with_a_dense_bias(case: Any, encoding: BiasEncoding) -> None:
-    """In every layer, with the learned parameters of that layer."""
-    model = grouped()
-    input_ids = tokens(1, LENGTH)
-    with rx.patch_model(model, encoding) as patch:
-        stir(patch)
-        actual = logits(model, input_ids)
-        learned = [
-            {} if patch.learned is None else {n: v.double() for n, v in patch.learned.of(i).items()}
-            for i in range(2)
-        ]
-    with torch.no_grad():
-        expected = stock_with_dense_bias(model, case, learned, input_ids)
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-5)
-
-
-def test_eager_equals_sdpa_and_gives_weights(encoding: BiasEncoding) -> None:
-    sdpa, eager, data = grouped(), grouped(), batch()
-    eager.set_attn_implementation("eager")
-    with rx.patch_model(sdpa, encoding), rx.patch_model(eager, encoding):
-        same(logits(eager, **data), logits(sdpa, **data), data)
-        output = eager(data["input_ids"], output_attentions=True)
-    for weights in output.attentions:
-        assert weights.shape == (3, 6, LENGTH, LENGTH)
-        torch.testing.assert_close(weights.sum(-1), torch.ones(3, 6, LENGTH))
-        assert not weights.triu(1).any()
 
 
 def test_a_softcap_is_applied_before_the_bias() -> None:
@@ -290,19 +231,6 @@ def test_a_softcap_is_applied_before_the_bias() -> None:
     assert (
         weights[0, 0, -1, :32].sum() < 0.3
     )  # a capped bias would leave all keys within exp(1) of each other
-
-
-@by_method(BIASES, every=2)
-def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = grouped()
-        with rx.patch_model(model, encoding):
-            found.append(gradients(model, 300, checkpointing=checkpointing))
-            assert found[-1].keys() == dict(model.named_parameters()).keys()
-    for name, plain in found[0].items():
-        assert plain.abs().max() > 0 or name.endswith("bias2"), name
-        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
 
 
 @by_method(BIASES, turn=1, every=2)
@@ -376,21 +304,6 @@ def test_memory_grows_with_the_length_and_not_its_square(encoding: BiasEncoding)
     assert math.log(largest[1] / largest[0], 4) < 1.2
 
 
-def test_a_patched_model_can_be_copied_and_pickled(encoding: BiasEncoding) -> None:
-    model, data = grouped(), batch()
-    with rx.patch_model(model, encoding) as patch:
-        stir(patch)
-        expected = logits(model, **data)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            cache = DynamicCache(config=model.config)
-            same(in_parts(twin, data, [40, LENGTH], cache), expected, data)
-            for name, value in learned_parameters(twin).items():
-                assert value is not learned_parameters(model)[name]
-                with torch.no_grad():
-                    value.zero_()
-        same(logits(model, **data), expected, data)
-
-
 def test_learned_parameters_are_the_models_until_the_patch_is_removed(encoding: BiasEncoding) -> None:
     model = grouped()
     names, state = [n for n, _ in model.named_parameters()], list(model.state_dict())
@@ -417,9 +330,3 @@ def test_what_cannot_take_a_bias_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
         rx.patch_model(model, rx.encoding("alibi"))
     assert model.config._attn_implementation == "flex_attention"
-    falcon = tiny_model(FamilyCase("falcon"))
-    before = logits(falcon, tokens(1, 20))
-    with pytest.raises(UnsupportedModelError, match="falcon"):
-        rx.patch_model(falcon, rx.encoding("fire"))
-    assert torch.equal(logits(falcon, tokens(1, 20)), before)
-    assert not any("rope_extend" in name for name in falcon.state_dict())

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, batch, in_parts, logits, same, tokens
 from cases import PLAIN, TARGET, FamilyCase, llama, tiny_model
-from covering import few
 from family_cases import GEMMA3
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,14 +103,12 @@ HALF = [
     FamilyCase("smollm3", {**GROUPED, **PLAIN, "no_rope_layers": [1, 0], "pad_token_id": 0}),
     FamilyCase("gemma3_text", {**GEMMA3, **GROUPED}),
 ]
-"""With layers that keep their softmax and their keys, after linear ones or before them."""
+"""With other layers after linear ones or before them."""
 
 
-@pytest.mark.parametrize("case", [*few(["sdpa", "eager"], 2), *HALF], ids=str)
-def test_parts_and_tokens_equal_one_forward(encoding: Any, case: str | FamilyCase) -> None:
-    model = grouped() if isinstance(case, str) else tiny_model(case)
-    data = batch()
-    model.set_attn_implementation(case if isinstance(case, str) else "sdpa")
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_layers_that_keep_their_softmax_and_their_keys(encoding: Any, case: FamilyCase) -> None:
+    model, data = tiny_model(case), batch()
     with rx.patch_model(model, encoding, target_length=TARGET):
         whole = logits(model, **data)
         for stops in ([10, *range(11, 36), LENGTH], [20, 50, LENGTH]):
@@ -144,12 +139,11 @@ def test_a_cache_follows_changes_of_its_rows() -> None:
     turned = data.rows(order)
     with rx.patch_model(model, rx.encoding("linear_attention")), torch.no_grad():
         expected = logits(model, **turned)[:, 60:]
-        for change in ("reorder_cache", "batch_select_indices"):
-            cache = DynamicCache(config=model.config)
-            model(**data.part(0, 60), past_key_values=cache)
-            getattr(cache, change)(order)
-            actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        cache = DynamicCache(config=model.config)
+        model(**data.part(0, 60), past_key_values=cache)
+        cache.batch_select_indices(order)
+        actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
         twice = data.rows([2, 0])
         cache = DynamicCache(config=model.config)
         model(**twice.part(0, 60), past_key_values=cache)
@@ -163,17 +157,6 @@ def test_a_cache_follows_changes_of_its_rows() -> None:
         assert cache.get_seq_length() == 0
 
 
-def test_gradients_under_checkpointing_are_the_same(encoding: Any) -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = grouped()
-        with rx.patch_model(model, encoding):
-            found.append(gradients(model, 150, checkpointing=checkpointing))
-    for name, plain in found[0].items():
-        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
-        assert plain.abs().max() > 0, name
-
-
 def test_it_nests_and_comes_off_bit_for_bit(encoding: Any) -> None:
     model, data = grouped(), batch((0,))
     before = logits(model, **data)
@@ -184,8 +167,6 @@ def test_it_nests_and_comes_off_bit_for_bit(encoding: Any) -> None:
         with rx.patch_model(model, rx.encoding("alibi")):
             same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
         assert torch.equal(logits(model, **data), linear)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            same(in_parts(twin, data, [40, LENGTH]), linear, data)
     assert torch.equal(logits(model, **data), before)
     assert model.config._attn_implementation == "sdpa"
 
@@ -236,10 +217,9 @@ def test_what_has_no_meaning_is_refused() -> None:
     ("family", "message"),
     [
         (FamilyCase("mistral", {"sliding_window": 24}), "only to a window of them"),
-        (FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}), "only to a window of them"),
         (FamilyCase("falcon"), "acts inside attention, which cannot be patched"),
     ],
-    ids=["mistral", "gemma2", "falcon"],
+    ids=["mistral", "falcon"],
 )
 def test_families_that_cannot_have_it_are_refused(family: FamilyCase, message: str) -> None:
     model = tiny_model(family)

@@ -90,7 +90,9 @@ def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: torch.d
     query, key, value = (part.to(dtype) for part in exact)
     output, sums = torch.zeros(2, 4, 7, 16), torch.full((2, 4, 7), -math.inf)
     for part in zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True):
-        output, sums = merge_partials((output, sums), partial_attention(query, *part, causal=False, scale=SCALE))
+        output, sums = merge_partials(
+            (output, sums), partial_attention(query, *part, causal=False, scale=SCALE)
+        )
     assert (output.dtype, sums.dtype) == (torch.float32, torch.float32)
     if sum(sizes) == 0:
         assert (output == 0).all()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, ONE_BY_ONE, batch, in_parts, logits, same, tokens
 from cases import (
-    FAMILIES,
-    PARTIAL,
     REMAPS,
     TARGET,
     TRAINED,
@@ -23,78 +20,19 @@ from cases import (
     stock,
     tiny_model,
 )
-from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import INSIDE, PLAIN, naive_llama
 from tolerances import assert_same_but_rounding, rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention import forward, remap_parts, rotation
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import family_for
 from rope_extend.models.rotary_tables import shape_of
-
-Map = Callable[[int, int], float | None]
-"""The distance that a query at i and a key at j are given; None if they do not attend."""
-
-
-def self_extend(group: int, window: int) -> Map:
-    return lambda i, j: i - j if i - j < window else i // group + window - window / group - j // group
-
-
-def rerope(window: int, leak: float = math.inf, log_n: bool = True) -> Map:
-    return lambda i, j: i - j if i - j < window else window + (i - j - window) / leak
-
-
-def string(shift: int, local: int) -> Map:
-    return lambda i, j: i - j if i - j < shift else i - j - shift + local
-
-
-def jet_long(near: int, window: int) -> Map:
-    def given_distance(i: int, j: int) -> float:
-        group = math.ceil((i + 1) / window)
-        return i - j if i - j <= near else i // group - j // group
-
-    return given_distance
-
-
-def sinks(sinks: int, window: int) -> Map:
-    def given_distance(i: int, j: int) -> float | None:
-        if j < sinks:
-            return min(i, sinks + window - 1) - j
-        return i - j if i - j < window else None
-
-    return given_distance
-
-
-def dual_chunk(chunk: int, local: int) -> Map:
-    largest = chunk + local
-
-    def given_distance(i: int, j: int) -> float:
-        if i // chunk == j // chunk:
-            return i - j
-        if i // chunk == j // chunk + 1:
-            return min(i % chunk + chunk, largest) - j % chunk
-        return min(2 * chunk - 1, largest) - j % chunk
-
-    return given_distance
-
-
-MAPS: dict[str, Callable[..., Map]] = {
-    "self_extend": self_extend,
-    "rerope": rerope,
-    "string": string,
-    "jet_long": jet_long,
-    "sinks": sinks,
-    "dual_chunk": dual_chunk,
-    "near_far": lambda far, window: lambda i, j: i - j,
-}
-"""The maps of the papers and of the authors' code, for whole positions."""
 
 
 @cache
@@ -117,9 +55,15 @@ def table_of(case: EncodingCase, query: int, position: int) -> tuple[list[float]
     return PLAIN, 1.0
 
 
-def map_of(case: EncodingCase) -> Map:
-    assert not callable(case.parameters)
-    return MAPS[case.name](**case.parameters)
+def distances(method: rx.Encoding, shape: RopeShape, length: int) -> list[list[float]]:
+    """The distance that each query and key of a text are given; NaN if they do not attend.
+
+    `test_peer_maps.py` compares it with the authors' programs.
+    """
+    assert isinstance(method, RemapEncoding)
+    at = torch.arange(length)
+    found: list[list[float]] = method.distance(shape, at[:, None], at).tolist()
+    return found
 
 
 def patched(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
@@ -130,19 +74,20 @@ def patched(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
 def written_out(method: str, length: int = 40) -> Tensor:
     """Logits of Llama in float64, one query at a time, with the map of a method."""
     case = next(each for each in REMAPS if str(each) == method)
-    distance = map_of(case)
+    given = distances(case.build(SHAPE), SHAPE, length)
 
     def rotation(query: int, position: int) -> tuple[list[float], float]:
-        given = distance(query, position) or 0.0
         sharpened = case.name == "rerope" and not str(case).endswith("leak")
         scale = max(1.0, math.log(query + 1, TRAINED)) if sharpened else 1.0
         table, factor = table_of(case, query, position)
-        return [-given * frequency for frequency in table], math.sqrt(scale * factor)  # on query and key
+        angles = [-given[query][position] * frequency for frequency in table]
+        return angles, math.sqrt(scale * factor)  # on query and key
 
-    seen = [[j <= i and distance(i, j) is not None for j in range(length)] for i in range(length)]
-    return naive_llama(llama(head_dim=16), tokens(1, length)[0], rotation, allowed=torch.tensor(seen))
+    seen = torch.tensor(given).isnan().logical_not().tril()
+    return naive_llama(llama(head_dim=16), tokens(1, length)[0], rotation, allowed=seen)
 
 
+SHAPE = RopeShape(16, 10_000.0, TRAINED)
 each_method = pytest.mark.parametrize("case", REMAPS, ids=str)
 
 
@@ -154,26 +99,6 @@ def test_logits_equal_the_map_written_out(case: EncodingCase, implementation: st
     with patched(model, case):
         found = logits(model, tokens(1, 40))[0].double()
     assert_same_but_rounding(found, written_out(str(case)))
-
-
-@each_method
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_within_the_window_are_those_of_the_model_bit_for_bit(
-    case: EncodingCase, dtype: torch.dtype
-) -> None:
-    """In one forward and token by token; the plan of a method says how long such a text is."""
-    for model in (llama(), tiny_model(FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}))):
-        for weight in model.parameters():  # as in a model that was loaded: the frequencies are not cast
-            weight.data = weight.data.to(dtype)
-        encoding = case.build(shape_of(model))
-        assert isinstance(encoding, RemapEncoding)
-        length = max(n for n in range(1, 30) if encoding.is_plain(shape_of(model), 0, n - 1))
-        assert length >= 5
-        input_ids = tokens(2, length)
-        expected = logits(model, input_ids), steps(model, input_ids)
-        with patched(model, case):
-            assert torch.equal(logits(model, input_ids), expected[0])
-            assert torch.equal(steps(model, input_ids), expected[1])
 
 
 def test_a_model_that_was_cast_has_exact_frequencies_in_every_text() -> None:
@@ -203,46 +128,6 @@ def test_texts_without_distant_pairs_are_sharpened_too(log_n: bool) -> None:
     with patched(model, case):
         found = logits(model, tokens(1, length), position_ids=positions)[0].double()
     assert_same_but_rounding(found, expected)
-
-
-@torch.no_grad()
-def steps(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Logits of a text, token by token."""
-    cache = DynamicCache(config=model.config)
-    parts = [model(part, past_key_values=cache).logits for part in input_ids.split(1, dim=1)]
-    return torch.cat(parts, dim=1)
-
-
-@each_method
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_documents_equal_rows_of_their_own(case: EncodingCase, implementation: str) -> None:
-    model, lengths = llama(head_dim=16, attn_implementation=implementation), (37, 12, 29)
-    input_ids = tokens(1, sum(lengths))
-    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    allowed = (document[:, None] == document) & torch.ones(78, 78, dtype=torch.bool).tril()
-    mask = allowed[None, None]
-    if implementation == "eager":
-        mask = torch.zeros(1, 1, 78, 78).masked_fill(~mask, torch.finfo(torch.float32).min)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with patched(model, case):
-        packed = logits(model, input_ids, attention_mask=mask, position_ids=positions)
-        parts = zip(packed.split(lengths, dim=1), input_ids.split(lengths, dim=1), strict=True)
-        for found, ids in parts:
-            same(found, logits(model, ids))
-
-
-@each_method
-def test_gradients_equal_those_by_regions(case: EncodingCase) -> None:
-    """In parts without a mask and with a mask, which share no code; also if layers run again."""
-    expected = None
-    for implementation, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
-        model = llama(head_dim=16, attn_implementation=implementation)
-        with patched(model, case):
-            found = gradients(model, 40, checkpointing=checkpointing)
-        expected = expected or found
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            assert_same_but_rounding(gradient, expected[name])
 
 
 class Recorder(TorchDispatchMode):
@@ -344,7 +229,7 @@ def texts(draw: st.DrawFn) -> tuple[Any, ...]:
 def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...], lowest: int) -> None:
     """In float64, for any parameters, lengths, tokens in a cache, groups of heads and first positions."""
     kind, parameters, total, first, heads, kv_heads, rows = case
-    encoding, distance = rx.encoding(kind, **parameters), MAPS[kind](**parameters)
+    encoding = rx.encoding(kind, **parameters)
     assert isinstance(encoding, RemapEncoding)
     if not remap_parts.can_be_cut(encoding.borders, lowest, first):
         return
@@ -374,39 +259,15 @@ def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...]
     )
     found = remap_parts.attend(text, encoding.borders)
 
-    expected = torch.zeros_like(query)
+    expected, distance = torch.zeros_like(query), distances(encoding, shape, lowest + total)
     for i in range(first, total):
-        seen = [j for j in range(i + 1) if distance(lowest + i, lowest + j) is not None]
-        given_distances = torch.tensor(
-            [-float(distance(lowest + i, lowest + j) or 0) for j in seen], dtype=torch.float64
-        )
+        seen = [j for j in range(i + 1) if not math.isnan(distance[lowest + i][lowest + j])]
+        given_distances = torch.tensor([-distance[lowest + i][lowest + j] for j in seen], dtype=torch.float64)
         keys, values = (part[:, :, seen].repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
         scores = 0.5 * (query[:, :, i : i + 1] * turn(keys, given_distances)).sum(-1)
         expected[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
     bound = rounding(torch.float64, 4 * total, max(1.0, float(value.abs().max())))
     torch.testing.assert_close(found, expected[:, :, first:], rtol=0, atol=4 * bound)
-
-
-@pytest.mark.parametrize(
-    ("family", "case"),
-    few([(family, REMAPS[index % len(REMAPS)]) for index, family in enumerate(FAMILIES)], 6),
-    ids=str,
-)
-def test_every_family_decodes_and_pads_exactly(family: FamilyCase, case: EncodingCase) -> None:
-    model = tiny_model(family)
-    if family_for(family.model_type).unreachable:
-        with pytest.raises(UnsupportedModelError, match="acts inside attention"):
-            patched(model, case)
-        return
-    data = batch()
-    with patched(model, case):
-        whole = logits(model, **data)
-        if "padding" not in family.limits:
-            for row, width in enumerate((0, 17, 59)):
-                same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
-        if "cache" not in family.limits:
-            one = data.rows([0])
-            same(in_parts(model, one, [30, 31, 32, 78, 79, LENGTH]), logits(model, **one))
 
 
 def test_layers_with_a_short_window_are_left_alone() -> None:
@@ -436,10 +297,10 @@ def test_chunks_refuse_masks_that_look_ahead() -> None:
 def test_a_prefix_keeps_the_distance_of_later_tokens() -> None:
     """Written out for one method of the others: a later key is as near as it is."""
     case, prefix = REMAPS[0], torch.ones(40, 40, dtype=torch.bool).tril() | (torch.arange(40) < 20)
-    distance, model = map_of(case), llama(head_dim=16)
+    given, model = distances(case.build(SHAPE), SHAPE, 40), llama(head_dim=16)
 
     def rotation(query: int, position: int) -> tuple[list[float], float]:
-        return [-float(distance(query, position) or 0) * frequency for frequency in PLAIN], 1.0
+        return [-given[query][position] * frequency for frequency in PLAIN], 1.0
 
     expected = naive_llama(model, tokens(1, 40)[0], rotation, allowed=prefix)
     with patched(model, case):

@@ -68,17 +68,6 @@ def test_logits_are_those_of_the_whole_text_and_memory_is_bounded(implementation
     assert max(sizes[-30:]) <= max(sizes[:60])
 
 
-def test_rows_with_padding_equal_one_forward() -> None:
-    """Each row has its own first tokens; padding on the left of the longest is held with them."""
-    model, data = patched(), batch((0, 17, 30))
-    for stops in ([40, *range(41, LENGTH + 1)], [33, 50, 51, 52, LENGTH]):
-        cache = rx.sink_cache(model)
-        found = in_parts(model, data, stops, cache)
-        there = data["attention_mask"][:, :, None].bool()
-        exactly(found.where(there, 0), logits(model, **data).where(there, 0))
-        assert cache.dropped > 0
-
-
 @torch.no_grad()
 def test_rows_are_selected_after_tokens_were_dropped() -> None:
     """The cache still knows where they were: it goes on exactly, and is not cropped into them."""

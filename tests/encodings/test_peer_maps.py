@@ -1,8 +1,8 @@
 """The maps of the authors' own programs, pair by pair, as these go through a text.
 
 Each function follows the tables of positions, masks, slices and caches of a program, for texts that it
-computes without an error of its own. STRING's code is not here: it counts the pairs at the first changed
-distance twice.
+computes without an error of its own. STRING's map is that of its paper, as its code counts the pairs at
+the first changed distance twice.
 """
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ def leaky_rerope_steps(window: int, leak: float) -> Tensor:
     return found
 
 
+def string(shift: int, local: int) -> Tensor:
+    """Section 4.1 of 2410.18745: from S on, tokens are shifted by S, and W further."""
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    return torch.where(distance < shift, distance, distance - shift + local).double()
+
+
 def chunk_tables(chunk: int, local: int) -> tuple[Tensor, Tensor, Tensor]:
     """ChunkLlama's positions of queries in their own chunk, of queries for the chunk before, and of keys."""
     own = torch.arange(chunk).double()
@@ -153,13 +159,14 @@ def cases() -> Iterator[Any]:
     programs: dict[str, tuple[Callable[..., Tensor], ...]] = {
         "self_extend": (self_extend, self_extend_steps), "rerope": (rerope, rerope_steps),
         "leaky": (leaky_rerope, leaky_rerope_steps), "dual_chunk": (dual_chunk, dual_chunk_steps),
-        "sinks": (sinks,), "jet_long": (jet_long, jet_long_steps),
+        "string": (string,), "sinks": (sinks,), "jet_long": (jet_long, jet_long_steps),
     }  # fmt: skip
     parameters: dict[str, list[dict[str, Any]]] = {
         "self_extend": [{"group": 4, "window": 8}, {"group": 3, "window": 9}, {"group": 8, "window": 16}],
         "rerope": [{"window": 8}, {"window": 1}],
         "leaky": [{"window": 8, "leak": 16}, {"window": 5, "leak": 3}],
         "dual_chunk": [{"chunk": 10, "local": 2}, {"chunk": 8, "local": 4}, {"chunk": 7, "local": 7}],
+        "string": [{"shift": 12, "local": 4}, {"shift": 1, "local": 1}],
         "sinks": [{"sinks": 4, "window": 12}, {"sinks": 1, "window": 1}],
         "jet_long": [{"near": 4, "window": 16}, {"near": 2, "window": 9}],
     }

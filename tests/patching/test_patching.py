@@ -151,14 +151,6 @@ def test_an_exception_half_way_leaves_nothing_behind(failing: str, monkeypatch: 
     assert rx.current_patch(model) is None
 
 
-def test_an_exception_in_the_block_unwinds() -> None:
-    model = llama()
-    before = logits(model)
-    with pytest.raises(ZeroDivisionError), rx.extend(model, TARGET):
-        _ = 1 / 0
-    assert torch.equal(logits(model), before)
-
-
 def test_nested_patches_unwind_in_order() -> None:
     model = llama()
     plain = logits(model)
@@ -382,6 +374,8 @@ def test_unknown_families_are_refused_with_the_way_to_add_one() -> None:
         (lambda model: rx.extend(model, "32kb"), "not a length in tokens"),
         (lambda model: rx.extend("some/model", 64), "Load it first"),
         (lambda model: rx.extend(model, TARGET, "yarm"), "Did you mean 'yarn'"),
+        (lambda model: rx.extend(model, TARGET, "yarn", short="plain"), "short must be 'original'"),
+        (lambda model: rx.extend(model, TARGET, "dynamic_yarn", short="original"), "be a static schedule"),
         (lambda model: rx.extend(model, TARGET, factor=8.0), "factor follows from target_length"),
         (lambda model: rx.extend(model, TARGET, "none"), "leaves the rotary tables as they were"),
         (lambda model: rx.patch_model(model, "yarn"), "patch_model takes an encoding"),
