@@ -58,14 +58,6 @@ def kind(case: Case) -> str:
     return "composed" if isinstance(method, ComposedRope) else "static"
 
 
-def by_name(cases: Sequence[Case]) -> list[list[Case]]:
-    """The cases of each method."""
-    methods: dict[str, list[Case]] = {}
-    for case in cases:
-        methods.setdefault(case.name, []).append(case)
-    return list(methods.values())
-
-
 def in_families(
     cases: Sequence[Case], turn: int | None = None, always: str | None = None, *, few: bool = False
 ) -> pytest.MarkDecorator:
@@ -83,7 +75,10 @@ def in_families(
         chosen = list(kinds) if turn is None else [always or list(kinds)[(index + turn) % len(kinds)]]
         pairs |= {(str(family), str(kinds[each][index % len(kinds[each])])) for each in chosen}
     if turn is None:
-        for alike in by_name(cases):
+        methods: dict[str, list[Case]] = {}
+        for case in cases:
+            methods.setdefault(case.name, []).append(case)
+        for alike in methods.values():
             pairs |= {(shape, str(alike[index % len(alike)])) for index, shape in enumerate(SHAPES)}
     for index, case in enumerate(cases):
         if str(case) not in {method for _, method in pairs}:
@@ -106,30 +101,6 @@ def families(values: Sequence[FamilyCase] = FAMILIES) -> list[Any]:
         pytest.param(value, id=str(value), marks=[pytest.mark.slow] * (str(value) not in SHAPES))
         for value in values
     ]
-
-
-def by_method(
-    cases: Sequence[Case],
-    names: Sequence[str] = (),
-    values: Sequence[tuple[Any, ...]] = ((),),
-    turn: int = 0,
-    every: int = 1,
-) -> pytest.MarkDecorator:
-    """Parametrise `case`, and other arguments with it, for an expensive check: each method with each value.
-
-    If several cases are of one method, they take turns, from the case `turn` on. By default a method has a
-    row for one in `every` values, and the next begins with another value; the other rows are marked `slow`.
-    """
-    parameters = [
-        pytest.param(
-            alike[(index + turn) % len(alike)],
-            *value,
-            marks=[pytest.mark.slow] * ((index + place) % every > 0),
-        )
-        for index, value in enumerate(values)
-        for place, alike in enumerate(by_name(cases))
-    ]
-    return pytest.mark.parametrize(("case", *names), parameters, ids=str)
 
 
 def few(values: Iterable[Any], every: int, first: int = 0) -> list[Any]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from batches import logits, tokens
 from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
-from covering import by_method
+from covering import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_remaps import Recorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -154,30 +155,17 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
     return slots[None] + (5000 if kind == "late" else 0), causal[None, None]
 
 
-@by_method(
-    BIASES,
-    ("kind", "length"),
-    [
-        ("plain", 300),
-        ("late", 60),
-        ("padded", 150),
-        ("packed", 150),
-        ("window", 150),
-        ("gaps", 150),
-        ("prefix", 150),
-        ("images", 150),
-        ("both ways", 60),
-    ],
-    every=2,
-)
-def test_attention_equals_a_dense_bias_in_float64(
-    case: Any, encoding: BiasEncoding, kind: str, length: int
-) -> None:
+LENGTHS = {"plain": 300, "late": 60, "both ways": 60}
+KINDS = (*LENGTHS, "padded", "packed", "window", "gaps", "prefix", "images")
+
+
+@pytest.mark.parametrize(("case", "kind"), few(product(BIASES, KINDS), 4), ids=str)
+def test_attention_equals_a_dense_bias_in_float64(case: Any, encoding: BiasEncoding, kind: str) -> None:
     """Forward and all gradients agree within 1e-5; three heads share each head of keys.
 
     A key after its query, which some masks show, counts as one at distance 0.
     """
-    model = grouped(head_dim=16)
+    model, length = grouped(head_dim=16), LENGTHS.get(kind, 150)
     positions, allowed = places(kind, length)
     rows, scale = 2, 0.25
     allowed = allowed.expand(rows, -1, -1, -1)
@@ -233,7 +221,7 @@ def test_a_softcap_is_applied_before_the_bias() -> None:
     )  # a capped bias would leave all keys within exp(1) of each other
 
 
-@by_method(BIASES, turn=1, every=2)
+@pytest.mark.parametrize("case", few(BIASES, 2), ids=str)
 def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncoding) -> None:
     losses, gradients = [], []
     for checkpointing in (False, True):
@@ -252,7 +240,7 @@ def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncodin
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@by_method(BIASES, turn=2, every=2)
+@pytest.mark.parametrize("case", few(BIASES, 2, 1), ids=str)
 def test_bfloat16_rounds_as_plain_attention_does(encoding: BiasEncoding) -> None:
     for implementation in ("sdpa", "eager"):
         errors = []
@@ -264,21 +252,6 @@ def test_bfloat16_rounds_as_plain_attention_does(encoding: BiasEncoding) -> None
                 model.to(torch.bfloat16)
                 errors.append((logits(model, tokens(2, 400)).float() - exact).abs().mean())
         assert errors[0] < 1.5 * errors[1]
-
-
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor made inside the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        return result
 
 
 @pytest.mark.slow
@@ -293,11 +266,11 @@ def test_memory_grows_with_the_length_and_not_its_square(encoding: BiasEncoding)
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with rx.patch_model(model, encoding), Largest() as counter:
+        with rx.patch_model(model, encoding), Recorder() as counter:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = model.model(tokens(1, length), use_cache=False).last_hidden_state.square().mean()
             loss.backward()
-        largest.append(counter.numbers)
+        largest.append(counter.largest)
         kept.append(sum(saved.values()))
     assert largest[1] < 4096 * 4096 / 2  # a twelfth of a bias for all heads
     assert math.log(kept[1] / kept[0], 4) < 1.1

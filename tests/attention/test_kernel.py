@@ -236,11 +236,3 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
         model(tokens(1, 20), use_cache=False)
         with pytest.raises(PatchError, match=r"several modules use one layer.*use_cache=False"):
             model(tokens(1, 20), use_cache=True)
-
-
-@pytest.mark.parametrize(
-    "inner", ["yarn", {"name": "dynamic_ntk", "factor": 8.0}, {"name": "xpos"}, {"name": "alibi"}]
-)
-def test_schedules_that_cannot_be_summed_are_refused(inner: Any) -> None:
-    with pytest.raises(rx.RopeExtendError, match="linear_attention: "):
-        rx.encoding("linear_attention", inner=inner)

@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):
-                self.largest = max(self.largest, each.numel())
+                self.largest = max(self.largest, each.untyped_storage().nbytes() // each.itemsize)
         if "flash_attention_for_cpu" in str(func):
             query, key = args[:2]
             self.calls.append((len(query), query.shape[2], key.shape[2], len(args) > 4 and bool(args[4])))

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, gradients, logits, tokens
+from batches import LENGTH, logits, tokens
 from cases import ALTERNATIVES, FAMILIES, TARGET, TRAINED, llama, tiny_model
 
 import rope_extend as rx
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import UnsupportedModelError
-from rope_extend.models.parameters import learned_parameters
 
 SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
 VECTORS = [case for case in ALTERNATIVES if case.vectors is not None]
@@ -67,26 +66,6 @@ def test_logits_equal_stock_llama_on_the_sum(case: Any, encoding: AbsoluteEncodi
             inputs_embeds=embeddings, position_ids=zeros, attention_mask=mask[None, None], use_cache=False
         ).logits
     torch.testing.assert_close(actual.double(), stock, rtol=0, atol=2e-5)
-
-
-def test_given_embeddings_get_them_too(encoding: AbsoluteEncoding) -> None:
-    model, input_ids = llama(), tokens(1, LENGTH)
-    with rx.patch_model(model, encoding), torch.no_grad():
-        given = model(inputs_embeds=model.model.embed_tokens(input_ids)).logits
-        torch.testing.assert_close(given, logits(model, input_ids))
-
-
-def test_gradients_reach_the_table_also_under_checkpointing() -> None:
-    found = []
-    for checkpointing in (False, True):
-        model = llama()
-        with rx.patch_model(model, rx.encoding("learned", rows=100)):
-            (table,) = learned_parameters(model).values()
-            gradients(model, 40, checkpointing=checkpointing)
-        found.append(table.grad)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-    assert (found[0][:59].abs().amax(dim=1) > 0).all()
-    assert not found[0][60:].any()
 
 
 def test_a_table_refuses_positions_past_its_end() -> None:
@@ -145,19 +124,6 @@ def test_values_that_do_not_fit_are_refused() -> None:
     with pytest.raises(rx.RopeExtendError, match="sinusoidal learns none"):
         rx.patch_model(model, rx.encoding("sinusoidal"), learned={"shared.table": torch.zeros(32, 32)})
     assert torch.equal(logits(model, tokens(1, 20)), before)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"beyond": "interpolate"}, "the window to extend to; got length=None"),
-        ({"length": 64}, "takes no length; leave it out; got length=64"),
-        ({"rows": 64, "beyond": "fresh", "length": 64}, "length must exceed the 64 rows"),
-    ],
-)
-def test_bad_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(rx.RopeExtendError, match=message):
-        rx.encoding("learned", **parameters)
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "hrm_text", "hy_v4"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ENCODINGS, FLOAT32, LINEAR, YARN, EncodingCase, divisors, stock
+from cases import ENCODINGS, FLOAT32, YARN, EncodingCase, divisors, stock
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -163,6 +163,13 @@ MISTAKES: list[tuple[Any, str]] = [
     ({"name": "logn", "inner": "yarn"}, "inner must be a rotary schedule"),
     ({"name": "short_original", "inner": XPOS}, "give a schedule without xpos"),
     ({"name": "short_original", "inner": {"name": "logn", "inner": XPOS}}, "without xpos"),
+    ({"name": "learned", "beyond": "interpolate"}, "the window to extend to; got length=None"),
+    ({"name": "learned", "length": 64}, "takes no length; leave it out; got length=64"),
+    ({"name": "learned", "rows": 64, "beyond": "fresh", "length": 64}, "length must exceed the 64 rows"),
+    *[
+        ({"name": "linear_attention", "inner": inner}, "linear_attention: ")
+        for inner in ("yarn", {"name": "dynamic_ntk", "factor": 8.0}, XPOS, {"name": "alibi"})
+    ],
     ({"factor": 8.0}, "a mapping such as"),
     ("yarn", "a mapping such as"),
     (lambda: RopeShape(7, 10_000.0, 64), "dim must be an even number"),
@@ -237,25 +244,6 @@ def test_composed_by_name() -> None:
     assert not made.inv_freq(SHAPE)[16:].any()
 
 
-def test_longrope_changes_lists_beyond_exactly_the_trained_length() -> None:
-    made = rotary("longrope", factor=16.0, long_factor=divisors(SHAPE, 20.0), start_tokens=8)
-    for length in (None, 1, 4095, 4096):
-        assert torch.equal(made.inv_freq(SHAPE, length), SHAPE.inv_freq())
-    for length in (4097, 65_536):
-        divisor = torch.tensor(divisors(SHAPE, 20.0), dtype=torch.float64)
-        torch.testing.assert_close(made.inv_freq(SHAPE, length) * divisor, SHAPE.inv_freq())
-    lengths = torch.tensor([[1, 4096], [4097, 1_000_000]])
-    assert made.table_length(SHAPE, lengths).tolist() == [[4096, 4096], [4097, 4097]]
-    assert made.start_tokens == 8
-    assert made.depends_on_length
-    assert made.rotates_in_attention
-    # The attention factor is not switched with the lists: ln 16 / ln 4096 = 1/3.
-    assert made.attention_factor(SHAPE, 100) == made.attention_factor(SHAPE, 65_536)
-    assert made.attention_factor(SHAPE) == pytest.approx(math.sqrt(4 / 3), rel=1e-12)
-    # Stock transformers reads the trained window from a field of its own, and the window from this one.
-    assert made.max_position_embeddings(SHAPE, 65_536) == 65_536
-
-
 def test_longrope_reads_phi3() -> None:
     made = RopeEncoding.from_rope_parameters(PHI3, 131_072)
     assert made is not None
@@ -284,21 +272,6 @@ def test_lists_of_ones_and_equal_lists_are_static() -> None:
         assert not pickle.loads(pickle.dumps(made)).rotates_in_attention
 
 
-def test_clipped_as_published() -> None:
-    # CoPE's code: the last 20 of Llama 3's 64 pairs times (1 + cos(linspace(0, pi, 20))) / 2.
-    shape = RopeShape(128, 500_000.0, 8192)
-    share = rotary("clipped", channels=20).inv_freq(shape) / shape.inv_freq()
-    assert share[:45].tolist() == [1.0] * 45
-    assert share[45].item() == pytest.approx(0.5 * (1 + math.cos(math.pi / 19)), rel=1e-12)
-    assert share[-1] == 0
-    # A single pair is the slowest one, which has frequency zero.
-    one = rotary("clipped", channels=1).inv_freq(shape)
-    assert torch.equal(one, rotary("clipped", channels=1, hard=True).inv_freq(shape))
-    assert (one == 0).tolist() == [False] * 63 + [True]
-    # By default all that turn less than once in training: 64 ln(8192 / 2 pi) / ln(500000) = 34.98.
-    assert int((rotary("clipped", hard=True).inv_freq(shape) == 0).sum()) == 64 - 35
-
-
 def test_the_end_of_yarns_ramp_is_bounded_by_channels_rather_than_pairs() -> None:
     """If the slowest pair turns more than once, the ramp ends beyond it, as in YaRN's code."""
     shape = RopeShape(64, 10_000.0, 65_536)
@@ -311,70 +284,36 @@ def test_the_end_of_yarns_ramp_is_bounded_by_channels_rather_than_pairs() -> Non
     assert expected[31].item() == pytest.approx(10_000 ** (-31 / 32) * (ramp / 8 + 1 - ramp), rel=FLOAT32)
 
 
-def test_truncated_as_published() -> None:
-    # Giraffe's `truncate=2048` on LLaMA: cutoff 2 pi / 2048, low 2 pi / 32768, zero below 2 pi / 16384.
-    table = rotary("truncated").inv_freq(RopeShape(128, 10_000.0, 2048)).tolist()
-    plain = RopeShape(128, 10_000.0, 2048).inv_freq().tolist()
-    slowest = min(theta for theta in plain if theta >= 2 * math.pi / 2048)
-    kept = plain.index(slowest) + 1
-    assert table[:kept] == plain[:kept]
-    assert set(table[kept:]) == {2 * math.pi / 32_768, 0.0}
-    assert [theta > 0 for theta in table] == [theta >= 2 * math.pi / 16_384 for theta in plain]
+def test_a_table_may_be_truncated_at_given_frequencies() -> None:
     given = rotary("truncated", keep_above=0.5, zero_below=0.005, between=0.02)
     assert given.inv_freq(RopeShape(8, 10_000.0, 64)).tolist() == [1.0, 0.02, 0.02, 0.0]
 
 
-def test_logit_scales() -> None:
+def test_factors_of_inner_schedules_are_multiplied() -> None:
+    """Each alone is compared with its equation in attention written out."""
     shape, positions = RopeShape(16, 10_000.0, 64), torch.tensor([[0, 1, 62], [63, 64, 4095]])
-    expected = [[max(1.0, math.log(p + 1) / math.log(64)) for p in row] for row in positions.tolist()]
-    logn = rotary("logn", inner=LINEAR).logit_scale(shape, positions)
+    logn = rotary("logn").logit_scale(shape, positions)
+    drope = rotary("drope", factor=2.0, coefficient=0.412, per="target")
+    both = rotary("logn", inner=drope).logit_scale(shape, positions)
     assert logn is not None
-    assert logn.dtype == torch.float64
-    torch.testing.assert_close(logn, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    assert logn[1, 2].item() == pytest.approx(2.0, rel=1e-12)  # 4096 = 64 squared
-    # 2512.12167: 1 + 0.103 ln s for SmolLM, 1 + 0.412 ln s for the model trained from scratch.
-    drope = rotary("drope", factor=4.0, per="target").logit_scale(shape, positions)
-    assert drope is not None
-    assert drope.dtype == torch.float64
-    assert drope.shape == positions.shape
-    assert set(drope.flatten().tolist()) == {1 + 0.103 * math.log(4)}
-    assert rotary("drope", factor=4.0, coefficient=0).logit_scale(shape, positions) is None
-    # Texts of 63, 64, 65, 256 and 4,096 tokens on a window of 64; at most the factor.
-    by_query = rotary("drope", factor=4.0).logit_scale(shape, torch.tensor([62, 63, 64, 255, 4095]))
-    assert by_query is not None
-    expected = [1.0, 1.0, *(1 + 0.103 * math.log(s) for s in (65 / 64, 4.0, 4.0))]
-    torch.testing.assert_close(by_query, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0)
-    scratch = rotary("drope", factor=2.0, coefficient=0.412, per="target")
-    both = rotary("logn", inner=scratch).logit_scale(shape, positions)
     assert both is not None
     torch.testing.assert_close(both, logn * (1 + 0.412 * math.log(2)), rtol=1e-12, atol=0)
-    for name in ("nope", "xpos", "resonance", "p_rope"):
-        assert rotary(name).logit_scale(shape, positions) is None
-    assert rotary("nope").target_length(shape) is None
-
-
-def test_xpos_decays_as_published() -> None:
-    # torchscale: queries times scale^(n/512) and keys times scale^(-m/512), with
-    # scale = (arange(0, d, 2) + 0.4 d) / (1.4 d).
-    shape = RopeShape(16, 10_000.0, 64)
-    scale = [(i + 0.4 * 16) / (1.4 * 16) for i in range(0, 16, 2)]
-    decay = rotary("xpos").decay(shape)
+    assert rotary("drope", factor=4.0, coefficient=0).logit_scale(shape, positions) is None
+    decay, twice = (rotary("xpos", **inner).decay(shape) for inner in ({}, {"inner": {"name": "xpos"}}))
     assert decay is not None
-    assert decay.dtype == torch.float64
-    assert bool((decay < 0).all())
-    assert bool((decay.diff() > 0).all())
-    for query, key in ((5, 5), (700, 3), (100_000, 99_000)):
-        published = [zeta ** ((query - key) / 512) for zeta in scale]
-        assert torch.exp(decay * (query - key)).tolist() == pytest.approx(published, rel=1e-9)
-    assert rotary("xpos").rotates_in_attention
-    twice = rotary("xpos", inner=rotary("xpos", scale_base=256)).decay(shape)
     assert twice is not None
-    torch.testing.assert_close(twice, 3 * decay, rtol=1e-12, atol=0)
-    through = rotary("resonance", inner=rotary("xpos")).decay(shape)
-    assert through is not None
-    assert torch.equal(through, decay)
-    assert rotary("yarn", factor=8.0).decay(shape) is None
+    assert torch.equal(twice, 2 * decay)
+    assert torch.equal(rotary("resonance", inner=rotary("xpos")).decay(shape), decay)
     assert rotary("resonance", inner=YARN).decay(shape) is None
+
+
+def test_longrope_has_two_tables_and_one_factor() -> None:
+    made = rotary("longrope", factor=16.0, long_factor=divisors(SHAPE, 20.0))
+    lengths = torch.tensor([[1, 4096], [4097, 1_000_000]])
+    assert made.table_length(SHAPE, lengths).tolist() == [[4096, 4096], [4097, 4097]]
+    assert made.attention_factor(SHAPE, 100) == made.attention_factor(SHAPE, 65_536)
+    # Stock transformers reads the trained window from a field of its own, and the window from this one.
+    assert made.max_position_embeddings(SHAPE, 65_536) == 65_536
 
 
 def test_abf_finds_the_critical_base() -> None:

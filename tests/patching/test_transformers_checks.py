@@ -318,56 +318,6 @@ def test_offloaded_parameters_that_an_encoding_learns(name: str, before: bool, t
             rx.current_patch(model).learn(values, "a file")
 
 
-def test_given_position_ids(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    plain = torch.arange(60).expand(2, -1)
-    assert torch.equal(logits(patched, position_ids=plain), logits(patched))
-    assert torch.equal(logits(patched, position_ids=plain[:1]), logits(patched))  # one row for the batch
-    gaps = torch.stack([plain[0] * 3, plain[1] + 7])
-    torch.testing.assert_close(logits(patched, position_ids=gaps), logits(stock, position_ids=gaps), **CLOSE)
-    # Rotary positions are relative.
-    torch.testing.assert_close(logits(patched, position_ids=plain + 100), logits(patched), **CLOSE)
-
-
-PROMPT = IDS[:, :20]
-NEW = 20
-"""Enough tokens to cross the trained window and Mistral's sliding window."""
-
-
-def generate(model: Any, prompt: Tensor | None = PROMPT, *, new: int = NEW, **options: Any) -> Any:
-    """Generate exactly `new` tokens, with their logits."""
-    torch.manual_seed(0)
-    if prompt is not None and "attention_mask" not in options:
-        options["attention_mask"] = torch.ones_like(prompt)
-    return model.generate(
-        prompt,
-        **{
-            "do_sample": False, "min_new_tokens": new, "max_new_tokens": new,
-            "return_dict_in_generate": True, "output_logits": True, **options,
-        },
-    )  # fmt: skip
-
-
-def assert_generated_alike(ours: Any, theirs: Any) -> None:
-    assert torch.equal(ours.sequences, theirs.sequences)
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), **CLOSE)
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "static-cache": {"cache_implementation": "static"},
-    "chunked-prefill": {"prefill_chunk_size": 6},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-}
-
-
-@pytest.mark.parametrize("mode", few(MODES, 3, 1))
-def test_generate_gives_the_stock_tokens(stock: PreTrainedModel, patched: PreTrainedModel, mode: str) -> None:
-    ours = generate(patched, **MODES[mode])
-    assert_generated_alike(ours, generate(stock, **MODES[mode]))
-    assert ours.sequences.shape[1] == 40
-
-
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Start and end without compiled code."""
