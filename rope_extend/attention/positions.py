@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from rope_extend.attention.forward import Forward
@@ -287,20 +288,11 @@ def hand_over(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inp
 
 def positions_among(inputs: Inputs) -> Tensor | None:
     """The positions that a module gets, or those with which the rotary module marked cos and sin; or None."""
-    positions = inputs[1].get("position_ids")
-    return _marked_among(inputs) if positions is None else positions
-
-
-def _marked_among(arguments: Any) -> Tensor | None:
-    """The positions of the first cos and sin in nested arguments that are marked; None if none are."""
-    if isinstance(arguments, Tensor):
-        return marked_positions(arguments)
-    if isinstance(arguments, Mapping):
-        arguments = arguments.values()
-    elif not isinstance(arguments, tuple | list):
-        return None
-    found = (_marked_among(argument) for argument in arguments)
-    return next((positions for positions in found if positions is not None), None)
+    positions: Tensor | None = inputs[1].get("position_ids")
+    if positions is not None:
+        return positions
+    marked = map(marked_positions, tree_leaves(inputs))
+    return next((positions for positions in marked if positions is not None), None)
 
 
 def _rows(position_ids: Tensor, encoding: Encoding) -> Tensor:

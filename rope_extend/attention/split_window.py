@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Sampler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, Sampler
 from transformers.masking_utils import create_masks_for_generate
 
 from rope_extend.attention.foreign_splits import ring_mesh, ulysses
@@ -194,7 +196,7 @@ class SplitHandler:
         output, _ = self._attend(
             replace(
                 call, query=query, key=key, value=value, mask=window.mask_of(call.module), kwargs=kwargs,
-                inner=_OfSomeHeads(call.inner, slice(first, first + query.shape[1])),
+                inner=partial(_of_some_heads, call.inner, slice(first, first + query.shape[1])),
                 given={**call.given, HEADS: (first, heads)},
             ).with_full_mask()
         )  # fmt: skip
@@ -207,31 +209,20 @@ class SplitHandler:
         return attended
 
 
-class _OfSomeHeads:
+def _of_some_heads(
+    inner: Callable[..., Any], heads: slice, module: Any, query: Tensor, key: Tensor, *args: Any, **more: Any
+) -> Any:
     """A model's own attention function, for the heads of this process.
 
-    Such functions look at their module for the queries of each key, and for sinks, one for each head.
+    Such functions look at their module for the queries of each key, and for sinks, one for each head. So they
+    get a second view of it, with the same tensors.
     """
-
-    def __init__(self, inner: Callable[..., Any], heads: slice) -> None:
-        self.inner, self.heads = inner, heads
-
-    def __call__(self, module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        values: dict[str, Any] = {
-            "num_key_value_groups": query.shape[1] // key.shape[1],
-            _SINKS: getattr(module, _SINKS, None),
-        }
-        if values[_SINKS] is not None:
-            values[_SINKS] = kwargs["s_aux"] = values[_SINKS][self.heads]
-        places = [vars(module), module._parameters]
-        before = [(place, name, place[name]) for place in places for name in values if name in place]
-        try:
-            for place, name, _ in before:
-                place[name] = values[name]
-            return self.inner(module, query, key, *args, **kwargs)
-        finally:
-            for place, name, value in before:
-                place[name] = value
+    view = object.__new__(type(module))
+    view.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
+    view.__dict__["num_key_value_groups"] = query.shape[1] // key.shape[1]
+    if getattr(module, _SINKS, None) is not None:
+        view._parameters[_SINKS] = more["s_aux"] = getattr(module, _SINKS)[heads]
+    return inner(view, query, key, *args, **more)
 
 
 def split_window(model: nn.Module, group: Any = None) -> SplitWindow:
@@ -479,7 +470,8 @@ class SplitWindow(Removable):
         A layer that is computed again for the backward pass finds it at its other inputs.
         """
         states = kwargs.get("hidden_states", args[0] if args else None)
-        others = [each for each in _tensors((args, kwargs)) if each is not states]
+        given = tree_leaves((args, kwargs))
+        others = [each for each in given if isinstance(each, Tensor) and each is not states]
         window = self.running
         if window is not None:
             for each in others:
@@ -493,15 +485,6 @@ class SplitWindow(Removable):
                 )
             window = getattr(marked[0], _WHOLE)
         return handing_over(module, (args, kwargs), window=window)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
 
 
 def _update_shared(update: Any, split: SplitWindow) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -529,12 +512,8 @@ class _Repeated(Sampler[int]):
         return len(self.sampler) // self.batch_size * self.batch_size * self.times
 
     def __iter__(self) -> Iterator[int]:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                yield from batch * self.times
-                batch = []
+        for batch in BatchSampler(self.sampler, self.batch_size, drop_last=True):
+            yield from batch * self.times
 
     def __getattr__(self, name: str) -> Any:  # such as the generator, which accelerate synchronises
         return getattr(self.__dict__["sampler"], name)

@@ -54,7 +54,7 @@ POSITIONS = "_rope_extend_positions"
 """The attribute of cos and sin with the positions that they were computed for."""
 
 
-def marked_positions(table: Tensor) -> Tensor | None:
+def marked_positions(table: Any) -> Tensor | None:
     """The positions that cos, or cos and sin as complex numbers, belong to; None without a mark."""
     return getattr(table, POSITIONS, None)
 
