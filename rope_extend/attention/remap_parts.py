@@ -28,8 +28,8 @@ from torch.nn import functional
 from rope_extend.attention.log_sum_exp import Partial, merge_partials, partial_attention
 from rope_extend.encodings.core.regions import Bands, Borders, Chunks, Everywhere, StartAndWindow
 
-Turn = Callable[[Tensor, int, int, Any], Tensor]
-"""Turns queries or keys `[batch, heads, n, head_dim]`: by the column of the first, a region and a table."""
+Turn = Callable[[str, Tensor, int, int, Any], Tensor]
+"""Turns states of a `query` or `key`: by the column of the first, a region and a table."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Text:
         query: `[batch, heads, Q, head_dim]`, as the model rotates them.
         key: `[batch, kv_heads, K, head_dim]`, as the model rotates them.
         value: `[batch, kv_heads, K, value_dim]`.
-        turn_query: turns queries on to the positions of a region.
-        turn_key: turns keys on.
+        turn: turns queries or keys on to the positions of a region.
         segments: the queries, cut where their table changes: first column, column after the last, table.
         lowest: the position of column 0.
         scale: the factor on the products of queries and keys.
@@ -50,8 +49,7 @@ class Text:
     query: Tensor
     key: Tensor
     value: Tensor
-    turn_query: Turn
-    turn_key: Turn
+    turn: Turn
     segments: Sequence[tuple[int, int, Any]]
     lowest: int
     scale: float
@@ -64,11 +62,11 @@ class Text:
     def queries(self, start: int, stop: int, region: int, table: Any) -> Tensor:
         """The rotated queries of columns `start` to `stop`."""
         states = self.query[:, :, start - self.first : stop - self.first]
-        return self.turn_query(states, start - self.first, region, table)
+        return self.turn("query", states, start, region, table)
 
     def keys(self, start: int, stop: int, region: int, table: Any) -> Tensor:
         """The rotated keys of columns `start` to `stop`."""
-        return self.turn_key(self.key[:, :, start:stop], start, region, table)
+        return self.turn("key", self.key[:, :, start:stop], start, region, table)
 
 
 def can_be_cut(borders: Borders, lowest: int, first: int) -> bool:

@@ -352,9 +352,9 @@ class RotationHandler(AttentionHandler):
             "columns", row, each.start, each.stop, of=positions, compute=lambda: own[None]
         )
 
-        def turn(states: Tensor, start: int, region: int, table: Table, *, of: str, offset: int) -> Tensor:
+        def turn(of: str, states: Tensor, start: int, region: int, table: Table) -> Tensor:
             rotation = forward.turn(of, region, (table,), columns, call.query)
-            return rotated_by(states, rotation, self.family, start + offset)
+            return rotated_by(states, rotation, self.family, start)
 
         query = call.query[which, :, begin:end]
         keys, values = (part[which, :, each.start : each.stop] for part in (call.key, call.value))
@@ -367,8 +367,7 @@ class RotationHandler(AttentionHandler):
             query,
             keys,
             values,
-            partial(turn, of="query", offset=ahead),
-            partial(turn, of="key", offset=0),
+            turn,
             [(ahead + start - begin, ahead + stop - begin, tables[0]) for start, stop, tables in segments],
             each.lowest,
             call.kwargs["scaling"],

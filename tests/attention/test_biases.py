@@ -28,8 +28,6 @@ from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.parameters import learned_parameters
 
 BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
-of_positions = pytest.mark.parametrize("case", [case for case in BIASES if case.dense is not None], ids=str)
-"""Biases that follow from positions alone."""
 SHAPE = ModelShape(heads=6, hidden_size=96, trained_length=32)
 
 
@@ -57,21 +55,6 @@ def stir(patch: rx.Patch) -> None:
         with torch.no_grad():
             for value in patch.learned.parameters():
                 value += 0.3 * torch.randn(value.shape, generator=generator)
-
-
-@of_positions
-def test_biases_equal_the_formulas(case: Any, encoding: BiasEncoding) -> None:
-    learned = encoding.initial(SHAPE)
-    query = torch.arange(150)[:, None]
-    distance = (query - torch.arange(150)).clamp(min=0)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(3):
-        bias = encoding.bias(SHAPE, distance, query, learned)
-        assert bias.dtype == torch.float32
-        exact = {name: value.double() for name, value in learned.items()}
-        expected = dense(case, exact, 6, query.T, torch.arange(150)[None], SHAPE.trained_length)[0]
-        torch.testing.assert_close(bias.double(), expected, rtol=2e-6, atol=1e-5)
-        learned = {n: v + 0.5 * torch.randn(v.shape, generator=generator) for n, v in learned.items()}
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 25, 32, 40, 71, 112])

@@ -157,20 +157,6 @@ def test_a_cache_follows_changes_of_its_rows() -> None:
         assert cache.get_seq_length() == 0
 
 
-def test_it_nests_and_comes_off_bit_for_bit(encoding: Any) -> None:
-    model, data = grouped(), batch((0,))
-    before = logits(model, **data)
-    with rx.patch_model(model, encoding) as patch:
-        assert patch.changed
-        linear = logits(model, **data)
-        assert (linear - before).abs().max() > 0.1
-        with rx.patch_model(model, rx.encoding("alibi")):
-            same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
-        assert torch.equal(logits(model, **data), linear)
-    assert torch.equal(logits(model, **data), before)
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_bfloat16_sums_in_float32() -> None:
     model = grouped(max_position_embeddings=400)
     with rx.patch_model(model, rx.encoding("linear_attention")):

@@ -244,19 +244,14 @@ def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...]
         angles = positions[:, None] * frequencies
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
-    def turner(of: str, offset: int) -> Any:
-        def turned(states: Tensor, start: int, region: int, length: int) -> Tensor:
-            positions = lowest + offset + start + torch.arange(states.shape[2]).double()
-            return turn(states, getattr(encoding.regions(shape, length)[region], of)(positions))
-
-        return turned
+    def turned(of: str, states: Tensor, start: int, region: int, length: int) -> Tensor:
+        positions = lowest + start + torch.arange(states.shape[2]).double()
+        return turn(states, getattr(encoding.regions(shape, length)[region], of)(positions))
 
     lengths = encoding.table_length(shape, lowest + torch.arange(first, total) + 1)
     cuts = [0, *((lengths.diff() != 0).nonzero().flatten() + 1).tolist(), total - first]
     segments = [(first + a, first + b, int(lengths[a])) for a, b in itertools.pairwise(cuts)]
-    text = remap_parts.Text(
-        query[:, :, first:], key, value, turner("query", first), turner("key", 0), segments, lowest, 0.5
-    )
+    text = remap_parts.Text(query[:, :, first:], key, value, turned, segments, lowest, 0.5)
     found = remap_parts.attend(text, encoding.borders)
 
     expected, distance = torch.zeros_like(query), distances(encoding, shape, lowest + total)

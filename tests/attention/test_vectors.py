@@ -29,17 +29,6 @@ def encoding(case: Any) -> AbsoluteEncoding:
     return made
 
 
-def test_vectors_equal_the_formulas(case: Any, encoding: AbsoluteEncoding) -> None:
-    learned = encoding.initial(SHAPE)
-    positions = [0, 1, 2, 31, 32, 33, 64, 150, 298, 299]
-    vectors = encoding.vectors(SHAPE, torch.tensor(positions), learned)
-    assert vectors.dtype == torch.float32
-    expected = case.vectors({name: value.double() for name, value in learned.items()}, 32, positions)
-    torch.testing.assert_close(vectors.double(), expected, rtol=0, atol=1e-6)
-    rows = encoding.vectors(SHAPE, torch.tensor([positions[:5], positions[5:]]), learned)
-    assert torch.equal(rows.flatten(0, 1), vectors)
-
-
 def test_far_positions_keep_their_precision() -> None:
     made: Any = rx.encoding("sinusoidal")
     row = made.vectors(SHAPE, torch.tensor([10_000_019]), {})[0]

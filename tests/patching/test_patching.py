@@ -239,6 +239,10 @@ ALREADY_SCALED = {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED,
         "rope_theta": 10_000.0,
     },
+    "dynamic": {
+        "rope_type": "dynamic", "factor": FACTOR, "original_max_position_embeddings": TRAINED,
+        "rope_theta": 10_000.0,
+    },
     "longrope": {
         "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
         "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
@@ -270,13 +274,14 @@ def test_what_is_replaced_is_said_once_for_each_method(
 def test_scaling_that_the_checkpoint_carries_is_replaced_knowingly(
     rope_type: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = llama(rope_parameters=dict(ALREADY_SCALED[rope_type]), max_position_embeddings=4 * TRAINED)
+    window = TRAINED if rope_type == "dynamic" else 4 * TRAINED  # the trained one in stock dynamic
+    model = llama(rope_parameters=dict(ALREADY_SCALED[rope_type]), max_position_embeddings=window)
     assert trained_length_of(model.config) == TRAINED
     before = logits(model)
     with caplog.at_level(logging.WARNING, "rope_extend"):  # the level that Python shows
         patch = rx.extend(model, TARGET, "linear")
     assert patch.encoding == rx.encoding("linear", factor=FACTOR)  # over the trained window, not on top
-    assert f"{rope_type} (window {4 * TRAINED}) replaced by linear(factor=8)" in caplog.text
+    assert f"{rope_type} (window {window}) replaced by linear(factor=8)" in caplog.text
     fresh = llama()
     with rx.extend(fresh, TARGET, "linear"):
         assert_same_but_rounding(logits(model), logits(fresh))
@@ -315,16 +320,6 @@ def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
     assert snapshot(model) == config
     with rx.patch_model(model, YARN) as patch:  # on purpose, for its exact tables
         assert not patch.changed
-
-
-def test_dynamic_scaling_of_the_checkpoint_is_computed_per_query() -> None:
-    """Stock's table is that of the longest row, so keys in a cache have those of other lengths."""
-    dynamic = {"rope_type": "dynamic", "factor": FACTOR, "rope_theta": 10_000.0}
-    model = llama(rope_parameters={**dynamic, "original_max_position_embeddings": TRAINED})
-    with rx.extend(model, TARGET, "dynamic_ntk"), torch.no_grad():
-        whole, cache = logits(model), model(IDS[:, :TRAINED], use_cache=True).past_key_values
-        rest = model(IDS[:, TRAINED:], past_key_values=cache).logits
-    assert_same_but_rounding(rest, whole[:, TRAINED:])
 
 
 def test_a_saved_and_reloaded_model_knows_its_trained_window(tmp_path: Path) -> None:
