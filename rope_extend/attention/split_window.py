@@ -94,7 +94,7 @@ class Processes:
         parts[self.rank] = own
         if own.requires_grad and torch.is_grad_enabled():
             parts[self.rank] = own.view_as(own)
-            parts[self.rank].register_hook(lambda gradient: gradient * self.size)
+            parts[self.rank].register_hook(lambda gradient: gradient * self.size)  # type: ignore[no-untyped-call]
         return torch.cat(parts, dim=dim)
 
     def heads_of(self, states: Tensor, tokens: int) -> Tensor:
