@@ -22,7 +22,7 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/attention/test_attention.py tests/models/test_rotary.py tests/models/test_families.py \
 	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
-	tests/attention/test_modes.py \
+	tests/attention/test_modes.py tests/attention/test_every_method.py \
 	tests/evaluation/test_evaluation_on_a_gpu.py \
 	tests/training/test_longer_steps.py \
 	tests/models/test_gguf_models.py \
@@ -35,10 +35,10 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 help:
 	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
 	@echo "make test            install, and run the test suite (minutes)"
-	@echo "make test-slow       the tests that take longer, without the full product"
+	@echo "make test-slow       the tests that take longer"
 	@echo "make test-other-cpu  numerical tests with other kernels and two threads"
 	@echo "make test-oldest     the core tests on transformers $(OLDEST)"
-	@echo "make test-all        every test, with every method in every family (hours; not in CI)"
+	@echo "make test-all        every test, with many random examples (hours; not in CI)"
 	@echo "make lint            ruff and mypy --strict"
 	@echo "make bench           speed and memory against named peers"
 	@echo "make docs            the documentation as a site, in build/site/"
