@@ -17,7 +17,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="rows that CI cannot afford, and many random examples: takes hours"
+        "--full", action="store_true", help="rows that CI cannot afford, and more random examples: hours"
     )
 
 
