@@ -8,7 +8,7 @@ import torch
 from accelerate.utils.modeling import has_offloaded_params
 
 from rope_extend.attention.biases import BiasHandler
-from rope_extend.attention.functions import attention_modules, extended_modules
+from rope_extend.attention.functions import extended_modules
 from rope_extend.attention.kernel import KernelHandler
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.rotation import RotationHandler
@@ -39,12 +39,10 @@ def handler_for(encoding: Encoding, shape: RopeShape, model: Any, family: Family
         return VectorHandler(encoding, family, sized, learned=_learned(encoding, sized, model, []))
     if isinstance(encoding, LinearAttention):
         return KernelHandler(encoding, family, shape)
-    normalises = family.normalises
-    normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RopeEncoding) and (
         encoding.rotates_in_attention or encoding.scales_logits(shape)
     ):
-        return RotationHandler(encoding, family, shape, normalised=normalised)
+        return RotationHandler(encoding, family, shape)
     return None
 
 

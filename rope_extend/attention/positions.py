@@ -55,8 +55,6 @@ class AttentionHandler:
         family: the model's family.
         shape: the sizes of the model that the encoding follows from.
         learned: the parameters that the encoding learns; None if it learns none.
-        normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
-            and sin has no effect.
 
     Attributes:
         rotary: the rotary module of the patch; one of them, if there are several.
@@ -73,10 +71,8 @@ class AttentionHandler:
         shape: RopeShape | ModelShape,
         *,
         learned: LearnedParameters | None = None,
-        normalised: bool = False,
     ) -> None:
-        self.encoding, self.family, self.shape = encoding, family, shape
-        self.learned, self.normalised = learned, normalised
+        self.encoding, self.family, self.shape, self.learned = encoding, family, shape, learned
         self._latest: tuple[Any, Forward] | None = None
         self._last_layer = -1
 
@@ -86,10 +82,6 @@ class AttentionHandler:
     def new_forward(self, queries: Tensor) -> Forward:
         """A forward with queries at positions `[1 or batch, T]`."""
         return Forward(queries)
-
-    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention for one call; in this class, by the model's own function."""
-        return call.own(call.query, call.key, call.value, call.mask)
 
     def attended(self, module: Any) -> None:
         """After the last layer, drop what they share: the same positions may come with other weights."""

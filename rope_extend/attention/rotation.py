@@ -178,10 +178,15 @@ class _Forward(Forward):
 
 
 class RotationHandler(AttentionHandler):
-    """Turns queries and keys inside attention, for one patch of one model."""
+    """Turns queries and keys inside attention, for one patch of one model.
+
+    Attributes:
+        normalised: whether the model normalises them afterwards, which cancels a factor on cos and sin.
+    """
 
     encoding: RopeEncoding
     shape: RopeShape
+    normalised = False
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder."""
@@ -193,6 +198,8 @@ class RotationHandler(AttentionHandler):
                 f"{decoder.config.model_type} model that rotates only sees the last "
                 f"{max(window or 0 for window in windows)} tokens; it needs no extension there"
             )
+        normalises = self.family.normalises
+        self.normalised = normalises is not None and any(map(normalises, modules))
         super().install(decoder, undo)
 
     def new_forward(self, queries: Tensor) -> _Forward:
