@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):
                 self.largest = max(self.largest, each.untyped_storage().nbytes() // each.itemsize)
-        if "flash_attention_for_cpu" in str(func):
+        if str(func).startswith("aten._scaled_dot_product_flash_attention_for_cpu.default"):
             query, key = args[:2]
             self.calls.append((len(query), query.shape[2], key.shape[2], len(args) > 4 and bool(args[4])))
         return result
