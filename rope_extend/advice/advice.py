@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from rope_extend.advice.advised_recipe import Work
-from rope_extend.advice.question import Window
+from rope_extend.advice.question import CurrentWindow
 from rope_extend.checks import field_hints
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
@@ -25,8 +25,8 @@ STANZA = "recommended by its makers"
 UNTRAINED = "try without training first"
 TRAIN = "train"
 DOES_NOT_FIT = "does not fit"
-FINETUNE = "rope-extend finetune recipe.yaml"
-"""The command that trains, until the file of the recipe has a name."""
+FINETUNE = "finetune recipe.yaml"
+"""The end of the command that trains, until the file of the recipe has a name."""
 CRITERIA = (
     "perplexity beyond the present window, divided by that of the model cropped to that window, is "
     "below 1 with its whole interval",
@@ -70,7 +70,7 @@ class Advice:
 
     model: str
     model_type: str
-    window: Window
+    window: CurrentWindow
     target_length: int
     verdict: str
     reason: str
@@ -100,7 +100,7 @@ class Advice:
 
     def with_recipe_file(self, file: str) -> Advice:
         """The advice with the name of the recipe's file in its commands, quoted for a shell."""
-        named = f"rope-extend finetune {quote(file)}"
+        named = f"finetune {quote(file)}"
         return replace(self, commands=tuple(line.replace(FINETUNE, named) for line in self.commands))
 
     def recipe_yaml(self) -> str:

@@ -18,10 +18,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, Gpu
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import STEPS, Recipe
-from rope_extend.training.step_plan import TrainingPlan
+from rope_extend.training.step_plan import TrainingPlan, plan
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,9 @@ class Work:
         steps: optimizer steps.
         tokens: tokens in all steps.
         operations: floating-point operations in all steps, recomputation included.
-        gpu: the name of the GPU.
+        gpu: the name of the GPU, with the number of several.
         hours: on it, at the higher and at the lower share of its peak, and at least `LEAST_STEP` for a step;
-            None if only its memory is known.
+            None if only its memory is known. What several GPUs send each other is not counted.
     """
 
     steps: int
@@ -68,11 +67,11 @@ class Work:
         """The same work on a GPU."""
         hours = None
         if gpu.peak is not None:
-            floor = self.steps * LEAST_STEP
-            seconds = (max(floor, self.operations / gpu.peak / share) for share in reversed(UTILISATION))
+            floor, peak = self.steps * LEAST_STEP, gpu.peak * gpu.count
+            seconds = (max(floor, self.operations / peak / share) for share in reversed(UTILISATION))
             least, most = (each / 3600 for each in seconds)
             hours = least, most
-        return replace(self, gpu=gpu.name, hours=hours)
+        return replace(self, gpu=str(gpu), hours=hours)
 
 
 def first_fields(question: Question, data: str | None) -> dict[str, Any]:
@@ -108,11 +107,12 @@ def sequences_per_step(length: int) -> int:
 def fit(
     fields: Mapping[str, Any], trained_length: int, gpu: Gpu
 ) -> tuple[dict[str, Any], TrainingPlan, str | None]:
-    """Fields of a recipe that fits a GPU, and its plan.
+    """Fields of a recipe that fits a GPU, or several, and its plan.
 
-    The memory options are left to the run, which chooses as this estimate does. If they are not enough, the
-    weights get 4 bits. If that is not enough either, the blocks become as short as the trained window, with
-    positions from the whole target window (PoSE, 2309.10400).
+    The memory options are left to the run, which chooses as this estimate does. Several GPUs have sequences
+    of their own; if that is not enough, they share the weights (FSDP2), or else each block (`split_window`).
+    If memory is still short, the weights get 4 bits. If that is not enough either, the blocks become as short
+    as the trained window, with positions from the whole target window (PoSE, 2309.10400).
 
     Returns:
         The fields, their plan, and None. If nothing fits: the given fields, the plan of the step with all
@@ -121,27 +121,43 @@ def fit(
     Raises:
         RopeExtendError: the recipe does not work with its model.
     """
-    short = {
-        "block_length": trained_length, "positions": "pose", "steps": SHORT_BLOCK_STEPS,
-        "gradient_accumulation": sequences_per_step(trained_length),
-    }  # fmt: skip
-    attempts = [dict(fields), {**fields, **short}]
-    first: TrainingPlan | None = None
-    for attempt in attempts:
-        try:
-            estimate = plan(Recipe.from_dict(attempt), limit_memory=gpu.memory, elsewhere=True)
-        except RopeExtendError as error:
-            if first is None:
-                raise
-            return dict(fields), first, str(error)
-        if estimate.fits:
-            return attempt, estimate, None
-        small = estimate.in_four_bits()
-        if small.fits:
-            return {**attempt, "quantize": "4bit"}, small, None
-        first = first or small
-    assert first is not None
-    return dict(fields), first, None
+    short = {"block_length": trained_length, "positions": "pose", "steps": SHORT_BLOCK_STEPS}
+    ways: list[tuple[dict[str, Any], bool]] = [({}, False)]
+    ways += [({}, True), ({"split_window": gpu.count}, False)] if gpu.count > 1 else []
+    misfit: TrainingPlan | None = None
+    for blocks in ({}, short):
+        plans: list[tuple[dict[str, Any], TrainingPlan]] = []
+        for way, fsdp in ways:
+            attempt = _per_gpu({**fields, **blocks, **way}, gpu.count)
+            try:
+                recipe = Recipe.from_dict(attempt)
+                estimate = plan(
+                    recipe, limit_memory=gpu.memory, elsewhere=True, processes=gpu.count, fsdp=fsdp
+                )
+            except RopeExtendError as error:
+                if way and plans:  # not every model can share a block
+                    continue
+                if misfit is None:
+                    raise
+                return dict(fields), misfit, str(error)
+            if estimate.fits:
+                return attempt, estimate, None
+            plans.append((attempt, estimate.in_four_bits()))
+        for attempt, small in plans:
+            if small.fits:
+                return {**attempt, "quantize": "4bit"}, small, None
+        misfit = misfit or min((small for _, small in plans), key=lambda small: small.chosen.total)
+    assert misfit is not None
+    return dict(fields), misfit, None
+
+
+def _per_gpu(fields: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """The fields with the accumulation of each GPU, and as few steps as the tokens of a step allow."""
+    length = fields.get("block_length", fields["target_length"])
+    groups = gpus // fields.get("split_window", 1)
+    accumulation = max(1, sequences_per_step(length) // groups)
+    steps = max(FEWEST_STEPS, min(fields["steps"], fields["steps"] * STEP_TOKENS // (groups * length)))
+    return {**fields, "gradient_accumulation": accumulation, **({"steps": steps} if groups > 1 else {})}
 
 
 def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> float | None:
@@ -153,15 +169,14 @@ def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> flo
     not use, norms, activations, rotations and the optimizer do not count.
     """
     recipe = Recipe.from_dict({**fields, "quantize": None})  # without bitsandbytes
-    load_options = LoadOptions(dtype=torch.bfloat16)
-    empty: Any = load_options.empty(recipe.model)
+    empty: Any = LoadOptions(dtype=torch.bfloat16).empty(recipe.model)
     empty.set_attn_implementation("eager")  # every family supports it, and the count is equal
     try:
         forward = operations_of(empty)
     except Exception as error:  # any error: a family may need values, which the meta device does not have
         logger.info("cannot count the operations of %s (%r)", recipe.model, error)
         return None
-    model = adapted(load_options.empty(recipe.model), recipe)
+    model = adapted(empty, recipe, memory.reach)
     head = model.get_output_embeddings().weight
     lora = sum(
         value.numel()
@@ -182,4 +197,5 @@ def work(fields: Mapping[str, Any], memory: TrainingPlan, gpu: Gpu) -> Work | No
         return None
     recipe = Recipe.from_dict(fields)
     tokens = recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length
-    return Work(recipe.steps, tokens, tokens * operations, gpu.name).on(gpu)
+    tokens *= memory.sharding.replicas
+    return Work(recipe.steps, tokens, tokens * operations, str(gpu)).on(gpu)

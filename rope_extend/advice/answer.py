@@ -22,7 +22,13 @@ from rope_extend.advice.advice import (
     Advice,
 )
 from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, work
-from rope_extend.advice.question import STANZA_LONGEST, STANZA_ORIGINAL, Question, Window, window_of_config
+from rope_extend.advice.question import (
+    STANZA_LONGEST,
+    STANZA_ORIGINAL,
+    CurrentWindow,
+    Question,
+    window_of_config,
+)
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
@@ -38,6 +44,12 @@ from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_length, parse_length
 
 DEFAULT_GPU = "h100"
+FSDP_LAUNCH = (
+    "accelerate launch --num_processes {ranks} --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy "
+    "TRANSFORMER_BASED_WRAP --fsdp_reshard_after_forward true --fsdp_cpu_ram_efficient_loading false "
+    "-m rope_extend"
+)
+"""As configs/accelerate/fsdp2.yaml, which is not in the package."""
 UNTRAINED_FACTOR = 2.0
 """Up to this factor an untrained method is worth a test first.
 
@@ -60,7 +72,8 @@ def advise(
     Args:
         model: a local directory or a hub id.
         target_length: the window, in tokens or as `"32k"`.
-        gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default an H100.
+        gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default an H100. Several are
+            written `8xh100`.
         engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         data: long documents for the recipe; by default PG-19, which are books.
         trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
@@ -99,7 +112,7 @@ def advise(
 
 
 def _nothing_to_do(
-    name: str, model_type: str, window: Window, target: int, trained_length: int | None
+    name: str, model_type: str, window: CurrentWindow, target: int, trained_length: int | None
 ) -> Advice | None:
     """The advice for a model that needs no extension, or cannot use one; None for others."""
     local = f"No layer attends to more than {window.local:,} tokens" if window.local else ""
@@ -160,7 +173,7 @@ def _train(question: Question, gpu: Gpu, data: str | None) -> Advice:
     run: str | None = fields["output_dir"]
     if memory.fits:
         control = "none" if question.current is None else AS_IS
-        commands += (f"{FINETUNE} --plan", FINETUNE, *question.measuring([control], run))
+        commands += (*_training(memory), *question.measuring([control], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu, no_short_blocks)
@@ -174,6 +187,16 @@ def _train(question: Question, gpu: Gpu, data: str | None) -> Advice:
         notes=tuple(_notes(question, fields, memory)), serving=served, start=question.start,
         engines=question.engines("yarn"),
     )  # fmt: skip
+
+
+def _training(memory: TrainingPlan) -> tuple[str, str]:
+    """The commands that plan the training, and start it."""
+    ranks, fsdp = memory.sharding.ranks, memory.sharding.weights
+    if ranks == 1:
+        return f"rope-extend {FINETUNE} --plan", f"rope-extend {FINETUNE}"
+    launch = FSDP_LAUNCH if fsdp else "torchrun --nproc-per-node {ranks} -m rope_extend"
+    planned = f"rope-extend {FINETUNE} --plan --processes {ranks}{' --fsdp' if fsdp else ''}"
+    return planned, f"{launch.format(ranks=ranks)} {FINETUNE}"
 
 
 def _why(question: Question, untrained: str | None) -> str:
@@ -205,7 +228,7 @@ def _misfit(question: Question, memory: TrainingPlan, gpu: Gpu, no_short_blocks:
         "not fit either."
     )
     return (
-        f"A step of training does not fit {gpu.name}, so there is no recipe: with all memory options, it "
+        f"A step of training does not fit {gpu}, so there is no recipe: with all memory options, it "
         f"needs {format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}. The longest "
         f"block that fits has {memory.longest_block or 0:,} tokens. {short} Use a larger GPU."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from textwrap import fill
 from typing import Any
 
@@ -65,15 +66,17 @@ def _rows(advice: Advice) -> Iterator[tuple[str, str]]:
 def _memory(memory: TrainingPlan) -> str:
     verdict = "fits" if memory.fits else "does not fit"
     needed = f"{format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}"
-    return f"{needed}, estimated: {verdict}. Memory options: {memory.chosen.options}"
+    where = f" on each of {memory.sharding.ranks} GPUs{memory.shared}" if memory.sharding.ranks > 1 else ""
+    return f"{needed}{where}, estimated: {verdict}. Memory options: {memory.chosen.options}"
 
 
 def describe_work(fields: Mapping[str, Any], memory: TrainingPlan) -> str:
     """The tokens of a planned run, and its hours on two GPUs; `fields` are those of its recipe."""
-    least = work(fields, memory, find_gpu("rtx-4090"))
+    small, large = (replace(find_gpu(name), count=memory.sharding.ranks) for name in ("rtx-4090", "h100"))
+    least = work(fields, memory, small)
     if least is None:
         return "hours: the operations of this family cannot be counted"
-    return f"{_amount(least)}: {_hours(least)}, {_hours(least.on(find_gpu('h100')))}{_CALCULATED}"
+    return f"{_amount(least)}: {_hours(least)}, {_hours(least.on(large))}{_CALCULATED}"
 
 
 def _amount(work: Work) -> str:

@@ -23,7 +23,7 @@ from rope_extend.units import format_length
 
 
 @dataclass(frozen=True)
-class Window:
+class CurrentWindow:
     """What a checkpoint reads without any change.
 
     Attributes:
@@ -51,7 +51,7 @@ The cards of Qwen2 and Qwen2.5 with 7B and more, and of Qwen3 with 4B and more: 
 """
 
 
-def window_of_config(config: Any) -> Window:
+def window_of_config(config: Any) -> CurrentWindow:
     """The window that a checkpoint reads, as its config states it.
 
     Args:
@@ -63,7 +63,7 @@ def window_of_config(config: Any) -> Window:
     """
     tokens = current_window(config)
     if config_record(config) is not None:
-        return Window(tokens, "rope_extend has extended it")
+        return CurrentWindow(tokens, "rope_extend has extended it")
     _, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     text = config.get_text_config(decoder=True)
@@ -74,13 +74,13 @@ def window_of_config(config: Any) -> Window:
     local = max(sizes) if sizes and len(sizes) == len(partial) and "full_attention" not in types else None
     local = local if local is not None and local < tokens else None
     if kind != "default":
-        return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
+        return CurrentWindow(tokens, f"its config has {kind!r} scaling", local, scaled=True)
     least = _STANZAS.get(config.model_type)
     large = least is not None and config.hidden_size >= least
     stanza = large and tokens == STANZA_ORIGINAL and parameters.get("rope_theta") == 1e6
     stated = rotary_part(config)[0].max_position_embeddings
     rest = "so" if stated == tokens else f"{stated:,}, with a reserve for the answer"
-    return Window(tokens, f"its config says {rest}, without scaling", local, stanza=stanza)
+    return CurrentWindow(tokens, f"its config says {rest}, without scaling", local, stanza=stanza)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Question:
 
     model: str
     model_type: str
-    window: Window
+    window: CurrentWindow
     target: int
     engine: str | None
     shape: RopeShape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -396,7 +397,8 @@ def undone_on_failure(model: nn.Module, *, weights: bool = False) -> Iterator[No
     `weights`: also restore the weights, from a copy that is kept during the block.
     """
     children = [(module, dict(module._modules)) for module in model.modules()]
-    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # Not the parameters themselves: FSDP replaces them by a share, and whole ones would stay on the device.
+    gradients = [(weakref.ref(parameter), parameter.requires_grad) for parameter in model.parameters()]
     training = [(module, module.training) for module in model.modules()]
     tensors = [(parameter, parameter.data.clone()) for parameter in model.parameters() if weights]
     try:
@@ -407,8 +409,9 @@ def undone_on_failure(model: nn.Module, *, weights: bool = False) -> Iterator[No
             module._modules.update(modules)
         for parameter, tensor in tensors:
             parameter.data = tensor
-        for parameter, requires_grad in gradients:
-            parameter.requires_grad_(requires_grad)
+        for reference, requires_grad in gradients:
+            if (kept := reference()) is not None:
+                kept.requires_grad_(requires_grad)
         for module, mode in training:
             module.training = mode
         vars(model).pop("peft_config", None)

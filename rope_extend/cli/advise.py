@@ -35,7 +35,10 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_config_only(parser)
     add("--target-length", type=length, required=True, metavar="N", help="window that you want, such as 32k")
-    text = "GPU to train on: its name, such as h100 or rtx-4090, or its memory, such as 24GB (default: h100)"
+    text = (
+        "GPU to train on: its name, such as h100 or rtx-4090, or its memory, such as 24GB; several as 8xh100 "
+        "(default: h100)"
+    )
     add("--gpu", type=gpu, metavar="GPU", help=text)
     text = f"add how to serve the result: {', '.join(TARGETS)}"
     add("--engine", type=export_target, metavar="ENGINE", help=text)

@@ -22,6 +22,14 @@ recipe_or_model = argument(find_recipe)
 """The file of a recipe, also by the name of one of the package, or a model."""
 
 
+@argument
+def process_count(text: str) -> int:
+    """A number of processes."""
+    if not text.isdecimal() or int(text) == 0:
+        raise RopeExtendError(f"must be a number of processes, 1 or more, got {text!r}")
+    return int(text)
+
+
 def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
         "directory or hub id of the checkpoint, or a YAML file with the settings of the recipe, or the name "
@@ -36,6 +44,13 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plan", action="store_true", help=text)
     add_json(parser, "print the plan as JSON")
+    text = (
+        "with --plan: processes of the run, one for each GPU, of which one is planned (default: split_window "
+        "of the recipe)"
+    )
+    parser.add_argument("--processes", type=process_count, metavar="N", help=text)
+    text = "with --plan: they share the weights by FSDP2, as with configs/accelerate/fsdp2.yaml"
+    parser.add_argument("--fsdp", action="store_true", help=text)
     text = "memory of the device to plan with, such as 80GB (default: what is free)"
     parser.add_argument("--limit-memory", type=size, metavar="SIZE", help=text)
 
@@ -75,13 +90,19 @@ def finetune(arguments: argparse.Namespace) -> None:
     """
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
+    if (arguments.processes or arguments.fsdp) and not arguments.plan:
+        raise RopeExtendError(
+            "--processes and --fsdp belong to --plan; a run is divided as its launcher starts it"
+        )
     recipe = recipe_of(arguments, _PlannedRecipe if arguments.plan else _RunRecipe)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
-    from rope_extend.training.finetune import plan
+    from rope_extend.training.step_plan import plan
 
     if arguments.plan:
-        estimate = plan(recipe, limit_memory=arguments.limit_memory)
+        estimate = plan(
+            recipe, limit_memory=arguments.limit_memory, processes=arguments.processes, fsdp=arguments.fsdp
+        )
         if arguments.json:
             print(json.dumps(estimate.to_dict(), indent=2))
         else:

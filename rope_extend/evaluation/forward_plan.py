@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import causal_lm, default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import META, quiet_patching, try_estimate
-from rope_extend.memory.plan import Budget, Need, counter_of, dry_run, longest, table
+from rope_extend.memory.meta_device import META, dry_run, quiet_patching, try_estimate
+from rope_extend.memory.plan import Budget, MemoryEstimate, counter_of, longest, table
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.processes import process_count
 from rope_extend.patching import patch_model
 from rope_extend.units import format_length
 
@@ -45,7 +46,7 @@ Setup = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window(Need):
+class WindowEstimate(MemoryEstimate):
     """How a window is processed, and the memory and time that it needs.
 
     Attributes:
@@ -74,12 +75,12 @@ class ForwardPlan:
         longest_fit: the longest window that fits, in tokens; None if all lengths fit.
     """
 
-    lengths: tuple[Window, ...]
+    lengths: tuple[WindowEstimate, ...]
     budget: Budget
     longest_fit: int | None
 
     @property
-    def longest(self) -> Window:
+    def longest(self) -> WindowEstimate:
         """The longest window."""
         return self.lengths[-1]
 
@@ -97,10 +98,7 @@ class ForwardPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens, seconds and texts."""
         return {
-            "lengths": [
-                {**asdict(window), "total": window.total, "fits": self.budget.fits(window)}
-                for window in self.lengths
-            ],
+            "lengths": [self.budget.as_dict(window) for window in self.lengths],
             "available": self.budget.available,
             "device": str(self.budget.device),
             "longest_fit": self.longest_fit,
@@ -154,7 +152,7 @@ def plan_forward(
     batch_tokens = default_batch_tokens(load_options.torch_device) if batched else 1
 
     def estimate() -> ForwardPlan:
-        budget = Budget.of(load_options)
+        budget = Budget.of(load_options, max(load_options.split_window, process_count()))
         estimator = ForwardEstimator(
             lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
@@ -184,9 +182,13 @@ def _changed(
 
             tuned = get_peft_model(empty, adapter, autocast_adapter_dtype=False)  # see `cast_adapter`
             stack.callback(remove_adapter, tuned)
-        if processes > 1:
-            stack.enter_context(SplitWindow(causal_lm(empty), Processes(None, processes)))
+        stack.enter_context(planned_split(empty, processes))
         yield
+
+
+def planned_split(model: nn.Module, processes: int) -> AbstractContextManager[Any]:
+    """A context in which a model without weights is that of one of the processes that share each window."""
+    return SplitWindow(causal_lm(model), Processes(None, processes)) if processes > 1 else nullcontext()
 
 
 def _plan(
@@ -235,7 +237,7 @@ class ForwardEstimator:
         self._strategies: dict[int, Strategy | None] = {}
         """How chunks are processed with each setup that was tried. The trial takes most of the time."""
 
-    def estimate(self, tokens: int, chunk: int | None = None) -> Window:
+    def estimate(self, tokens: int, chunk: int | None = None) -> WindowEstimate:
         """The window in the default chunk size, or if that does not fit, in the largest that does."""
         size = min(chunk or self.chunked.default_chunk(tokens), tokens)
         window = self.window(tokens, size)
@@ -251,10 +253,10 @@ class ForwardEstimator:
         """The longest window that fits, shorter than `tokens`, which does not."""
         return longest(lambda length: self.budget.fits(self.window(length, size)), tokens, SMALLEST_CHUNK)
 
-    def window(self, tokens: int, size: int) -> Window:
+    def window(self, tokens: int, size: int) -> WindowEstimate:
         """A window in chunks of `size`, with the setup that needs most memory."""
         peak, strategy = max(self._peak(tokens, size, number) for number in range(len(self.setups)))
-        return Window(
+        return WindowEstimate(
             weights=self.weights, trained=self.trained, peak=peak, length=tokens,
             chunk_size=tokens if strategy == IN_ONE_PASS else size, strategy=strategy,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import memory_size
@@ -26,17 +26,22 @@ microseconds. For small models that is more than the operations take. An assumpt
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU to plan for.
+    """A GPU to plan for, or several equal ones.
 
     Attributes:
         name: its name as the driver reports it, or its memory if only that is known.
         memory: bytes, in decimal GB as on the data sheet, which leaves some for the driver.
         peak: dense bfloat16 operations per second, from the data sheet; None if only the memory is known.
+        count: number of such GPUs; memory and peak are those of one.
     """
 
     name: str
     memory: int
     peak: float | None = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.count == 1 else f"{self.count} x {self.name}"
 
 
 _TERA = 1e12
@@ -60,9 +65,13 @@ Figures with sparsity are halved, and those of RTX cards are with sums in float3
 def find_gpu(text: str) -> Gpu:
     """The GPU of a name, such as `h100` or `RTX 4090`, or one with a given memory, such as `24GB`.
 
+    `8xh100` is eight of them.
+
     Raises:
         RopeExtendError: neither a known name nor a size.
     """
+    if several := re.fullmatch(r"([1-9]\d*) *x *(.+)", text, re.IGNORECASE):
+        return replace(find_gpu(several[2]), count=int(several[1]))
     wanted = _key(text)
     by_key = {key: gpu for gpu in GPUS for key in (_key(gpu.name).removeprefix("rtx"), _key(gpu.name))}
     if wanted in by_key:
@@ -74,8 +83,8 @@ def find_gpu(text: str) -> Gpu:
     near = [key for key in alike if key.startswith(wanted)] or difflib.get_close_matches(wanted, alike, n=1)
     hint = f" Did you mean {' or '.join(_word(by_key[key]) for key in near)}?" if near else ""
     raise RopeExtendError(
-        f"no GPU is known as {text!r}.{hint} Give the name of one GPU ({', '.join(gpu_words())}), or of "
-        "another its memory, such as 24GB"
+        f"no GPU is known as {text!r}.{hint} Give the name of a GPU ({', '.join(gpu_words())}), or of "
+        "another its memory, such as 24GB; of several, such as 8xh100, also their number"
     )
 
 

@@ -19,7 +19,7 @@ from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.decoders import unwrap
-from rope_extend.models.planned_device import device_of
+from rope_extend.models.planned_device import device_of, planned_for
 
 logger = logging.getLogger(__name__)
 META = torch.device("meta")
@@ -37,6 +37,21 @@ def quiet_patching() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+@contextmanager
+def dry_run(model: nn.Module, device: torch.device, *, maskless: bool = False) -> Iterator[None]:
+    """A context in which a model without weights allocates what it would allocate on a device.
+
+    Patches belong inside, because they may wrap the attention function that they find.
+
+    Args:
+        model: a model on the meta device.
+        device: the device on which the model will run.
+        maskless: whether the attention kernel needs no mask.
+    """
+    with planned_for(device), dry_run_attention(model, maskless=maskless), DirectKernelCalls():
+        yield
 
 
 _Estimate = TypeVar("_Estimate")

@@ -8,18 +8,16 @@ Memory that kernels and allocators need apart from tensors is covered by the mar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from rope_extend.memory.budget import MARGIN, available_memory
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import DirectKernelCalls, dry_run_attention
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.planned_device import planned_for
 from rope_extend.units import format_bytes, format_duration
 
 GRAIN = 64
@@ -27,8 +25,8 @@ GRAIN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """The memory of a computation, in bytes.
+class MemoryEstimate:
+    """The memory of a computation in one process, in bytes.
 
     Attributes:
         weights: the model.
@@ -67,40 +65,35 @@ class Budget:
     spread: bool = False
 
     @classmethod
-    def of(cls, load_options: LoadOptions) -> Budget:
-        """What the device of a model has free."""
-        spread = load_options.device_map is not None
-        return cls(load_options.torch_device, available_memory(load_options), spread=spread)
+    def of(cls, load_options: LoadOptions, processes: int = 1, loaded: int = 0) -> Budget:
+        """What a process has on the device of a model; on a CPU, processes share its memory.
 
-    def fits(self, need: Need) -> bool:
+        `loaded` bytes of weights are there already.
+        """
+        device, spread = load_options.torch_device, load_options.device_map is not None
+        free = available_memory(replace(load_options, limit_memory=None))
+        free //= processes if device.type == "cpu" else 1
+        host = available_memory(LoadOptions(device="cpu")) // processes
+        return cls(device, min(free + loaded, load_options.limit_memory or sys.maxsize), host, spread)
+
+    def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether the memory for a computation is available, with a safety margin."""
-        on_device = need.trained + need.peak if self.spread else need.total
-        return on_device <= self.available * MARGIN and need.host <= self.host * MARGIN
+        on_device = estimate.trained + estimate.peak if self.spread else estimate.total
+        return on_device <= self.available * MARGIN and estimate.host <= self.host * MARGIN
 
-    def misfit(self, need: Need) -> str:
+    def misfit(self, estimate: MemoryEstimate) -> str:
         """What a computation needs and what there is, for the error that refuses it."""
-        needed, available, where = need.total, self.available, f"on {self.device}"
-        if need.total <= MARGIN * self.available:
-            needed, available, where = need.host, self.host, "in host memory"
+        needed, available, where = estimate.total, self.available, f"on {self.device}"
+        if estimate.total <= MARGIN * self.available:
+            needed, available, where = estimate.host, self.host, "in host memory"
         return (
-            f"about {format_bytes(needed)}, {format_bytes(need.weights)} of it for weights, but only "
+            f"about {format_bytes(needed)}, {format_bytes(estimate.weights)} of it for weights, but only "
             f"{format_bytes(available)} are available {where}"
         )
 
-
-@contextmanager
-def dry_run(model: nn.Module, device: torch.device, *, maskless: bool = False) -> Iterator[None]:
-    """A context in which a model without weights allocates what it would allocate on a device.
-
-    Patches belong inside, because they may wrap the attention function that they find.
-
-    Args:
-        model: a model on the meta device.
-        device: the device on which the model will run.
-        maskless: whether the attention kernel needs no mask.
-    """
-    with planned_for(device), dry_run_attention(model, maskless=maskless), DirectKernelCalls():
-        yield
+    def as_dict(self, estimate: MemoryEstimate) -> dict[str, Any]:
+        """An estimate as plain values for JSON: bytes, tokens, seconds and texts."""
+        return {**asdict(estimate), "total": estimate.total, "fits": self.fits(estimate)}
 
 
 def counter_of(model: nn.Module, scored: int | None = None) -> LiveBytes:
@@ -121,32 +114,34 @@ def longest(fits: Callable[[int], bool], tokens: int, grain: int = GRAIN) -> int
     return low * grain
 
 
-Row = tuple[str, Need, str]
-"""A row of the table: its name, what is needed, and what to say after the verdict."""
+def table(
+    subject: str, rows: Sequence[tuple[str, MemoryEstimate, str]], budget: Budget,
+    chosen: MemoryEstimate | None = None,
+) -> str:  # fmt: skip
+    """The table that every plan prints; columns that are empty in all rows are left out.
 
-
-def table(subject: str, rows: Sequence[Row], budget: Budget, chosen: Need | None = None) -> str:
-    """The table that every plan prints; columns that are empty in all rows are left out."""
-    needs = [need for _, need, _ in rows]
-    columns: dict[str, Callable[[Need], str]] = {"weights": lambda need: format_bytes(need.weights)}
-    if any(need.trained for need in needs):
-        columns["trained"] = lambda need: format_bytes(need.trained)
-    columns |= {
-        "peak": lambda need: format_bytes(need.peak),
-        "total": lambda need: format_bytes(need.total),
+    A row has its name, the estimate, and what to say after the verdict.
+    """
+    columns: dict[str, Callable[[MemoryEstimate], str]] = {
+        "weights": lambda row: format_bytes(row.weights),
+        "trained": lambda row: format_bytes(row.trained),
+        "peak": lambda row: format_bytes(row.peak),
+        "total": lambda row: format_bytes(row.total),
+        "in host": lambda row: format_bytes(row.host) if row.host else "-",
+        "time": lambda row: format_duration(row.seconds),
     }
-    if any(need.host for need in needs):
-        columns["in host"] = lambda need: format_bytes(need.host) if need.host else "-"
-    if any(need.seconds for need in needs):
-        columns["time"] = lambda need: format_duration(need.seconds)
+    for head, name in (("trained", "trained"), ("in host", "host"), ("time", "seconds")):
+        if not any(getattr(estimate, name) for _, estimate, _ in rows):
+            del columns[head]
     width = max(24, *(len(name) for name, *_ in rows))
     lines = [
         f"plan: {subject}, {format_bytes(budget.available)} available on {budget.device}",
         " " * width + "".join(f"{head:>12}" for head in columns),
     ]
-    for name, need, remark in rows:
-        verdict = "fits" if budget.fits(need) else "does not fit"
-        verdict = "chosen" if need is chosen and budget.fits(need) else verdict
-        cells = "".join(f"{cell(need):>12}" for cell in columns.values())
+    for name, estimate, remark in rows:
+        verdict = "does not fit"
+        if budget.fits(estimate):
+            verdict = "chosen" if estimate is chosen else "fits"
+        cells = "".join(f"{cell(estimate):>12}" for cell in columns.values())
         lines.append(f"{name:<{width}}{cells}  {', '.join(filter(None, (verdict, remark)))}")
     return "\n".join(lines)

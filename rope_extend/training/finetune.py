@@ -29,7 +29,6 @@ from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, RESTART
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.data.sources import check_outside
-from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
@@ -58,7 +57,6 @@ from rope_extend.training.resume import (
 )
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import (
-    TrainingPlan,
     default_memory_options,
     plan_training,
     resumed_options,
@@ -320,45 +318,6 @@ def _trainer(
     )  # fmt: skip
 
 
-def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = False) -> TrainingPlan:
-    """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
-
-    Args:
-        recipe: the run.
-        limit_memory: bytes of the device to plan with; by default what is free. On a machine without a GPU,
-            the memory of the GPU that the run will use; an `auto` dtype is then bfloat16.
-        elsewhere: the run will use a GPU of another machine, even if this one has a GPU.
-
-    Raises:
-        RopeExtendError: the recipe does not work with its model, the package of a tracker is missing on the
-            machine that is planned for, or the model's family does not run on the meta device.
-    """
-    refuse_if(
-        recipe.split_window > 1,
-        f"the memory of steps that {recipe.split_window} processes share is not estimated; plan with "
-        "split_window 1: each process then holds all weights, and that many times less of what a block needs",
-    )
-    expand_segments()  # as the run does, before anything asks the device
-    device = LoadOptions().torch_device
-    absent = limit_memory is not None and (elsewhere or device.type == "cpu")
-    if not absent:
-        check_trackers(recipe.trackers)
-    planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine
-    dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else weights_dtype(recipe, device)
-    shape, reach = check_recipe(recipe, None, dtype, Sharding())
-    load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
-    estimate = plan_training(
-        recipe, load_options=load_options, all_options=True, device=planned_gpu,
-        evaluation_lengths=evaluation_lengths(recipe, shape), reach=reach,
-    )  # fmt: skip
-    if estimate is None:
-        raise RopeExtendError(
-            f"cannot estimate the memory of a step of {recipe.model!r}: its family does not run on the meta "
-            "device. Run a few steps instead, and read peak_memory_bytes in metrics.jsonl"
-        )
-    return estimate
-
-
 def _choose_memory_options(
     recipe: Recipe,
     model: Any | None,
@@ -375,13 +334,13 @@ def _choose_memory_options(
     """
     before = None if checkpoint is None else resumed_options(recipe, read_state(checkpoint))
     estimate = None
-    if not sharding.weights and sharding.parts == 1:  # otherwise the share of a process is not estimated
+    if recipe.split_window > 1 or sharding.parts == 1:  # the share under ring attention is not estimated
         estimate = plan_training(
             recipe,
             load_options=load_options,
             model=model,
             memory_options=before,
-            processes=accelerator.num_processes,
+            sharding=sharding,
             evaluation_lengths=lengths,
             reach=reach,
         )
@@ -398,9 +357,10 @@ def _choose_memory_options(
         empty = empty_model(recipe.model) if model is None else model
         memory_options = before or default_memory_options(recipe, empty, load_options.torch_device)
         logger.info("memory options: %s", memory_options)
+    chosen = [(memory_options, chunk_size)]
     if accelerator.num_processes > 1:  # free memory differs between devices; all use the same options
-        memory_options = broadcast_object_list([memory_options])[0]
-    return memory_options, chunk_size
+        broadcast_object_list(chosen)
+    return chosen[0]
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

@@ -19,7 +19,7 @@ LoRA's matrices of one layer share their input in any case, see `_shared_inputs`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
@@ -96,14 +97,15 @@ class MemoryOptions:
 
 
 def apply_memory_options(
-    model: Any, memory_options: MemoryOptions, offload: HostOffload | None = None
+    model: Any, memory_options: MemoryOptions, offload: Callable[..., Any] | None = None
 ) -> ExitStack:
     """Turn on memory options of a transformers model.
 
     Args:
         model: the model itself, with or without adapter layers; not a wrapper.
         memory_options: the options.
-        offload: moves the inputs of layers, if the options say so; by default a new one.
+        offload: makes the hooks that move the inputs of layers, if the options say so; by default torch's
+            `save_on_cpu`.
 
     Returns:
         A context manager that turns them off on exit; so does its `close`.
@@ -121,7 +123,11 @@ def apply_memory_options(
         set_gradient_checkpointing(model, memory_options.gradient_checkpointing)
         stack.callback(set_gradient_checkpointing, model, False)
         if memory_options.offload_checkpoints:
-            stack.enter_context(_offloaded(model, offload or HostOffload()))
+            offloaded = {
+                layer: partial(_offloaded, offload or save_on_cpu, vars(layer)[_RECOMPUTE])
+                for layer in model.modules() if _RECOMPUTE in vars(layer)
+            }  # fmt: skip
+            stack.enter_context(replaced(_RECOMPUTE, offloaded))
         if memory_options.mlp_tiles:
             stack.enter_context(tiled(model, memory_options.mlp_tiles))
         return stack.pop_all()
@@ -166,66 +172,52 @@ def _shared_inputs(model: Any) -> AbstractContextManager[None]:
     return context
 
 
-class HostOffload:
-    """Moves the inputs of checkpointed layers to pinned host memory, and back for the backward pass.
+def _offloaded(
+    hooks_of: Callable[..., Any], run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a checkpointed layer with its input in pinned host memory until the layer is recomputed.
 
-    On a CPU, where all memory is host memory, they stay where they are.
+    On a CPU, where all memory is host memory, the input stays where it is.
 
-    Attributes:
-        host_bytes: bytes of pinned memory that the inputs of a dry run on the meta device would take. Torch
-            rounds each pinned tensor up to a power of two.
+    Args:
+        hooks_of: as `offload` of `apply_memory_options`.
+        run: the checkpointing function.
+        function: the layer's forward.
+        args: arguments of the layer, hidden states first.
+        kwargs: arguments of the checkpointing function.
     """
+    states = args[0] if args else None
+    if not (isinstance(states, Tensor) and states.is_floating_point() and torch.is_grad_enabled()):
+        return run(function, *args, **kwargs)
+    storage, hooks = states.untyped_storage()._cdata, hooks_of(pin_memory=states.is_cuda)
 
-    def __init__(self) -> None:
-        self.host_bytes = 0
+    def pack(tensor: Tensor) -> Any:
+        # Only the hidden states: all layers share rotary tables and masks, which stay on the device.
+        return hooks.pack_hook(tensor) if tensor.untyped_storage()._cdata == storage else tensor
 
-    def checkpoint(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpointed layer, as `torch.utils.checkpoint.checkpoint` would, with its input offloaded.
+    def unpack(kept: Any) -> Any:
+        return kept if isinstance(kept, Tensor) else hooks.unpack_hook(kept)
 
-        Args:
-            run: the checkpointing function.
-            function: the layer's forward.
-            args: arguments of the layer, hidden states first.
-            kwargs: arguments of the checkpointing function.
-        """
-        states = args[0] if args else None
-        if not (isinstance(states, Tensor) and states.is_floating_point() and torch.is_grad_enabled()):
-            return run(function, *args, **kwargs)
-        storage, hooks = states.untyped_storage()._cdata, save_on_cpu(pin_memory=states.is_cuda)
-
-        def pack(tensor: Tensor) -> Any:
-            # Only the hidden states: all layers share rotary tables and masks, which stay on the device.
-            if tensor.untyped_storage()._cdata != storage:
-                return tensor
-            if tensor.is_meta:
-                self.host_bytes += 1 << (tensor.nbytes - 1).bit_length()
-                return tensor.shape, tensor.dtype
-            return hooks.pack_hook(tensor)
-
-        def unpack(kept: Any) -> Any:
-            if isinstance(kept, Tensor):
-                return kept
-            if isinstance(kept[0], torch.Size):
-                return torch.empty(kept[0], dtype=kept[1], device="meta")
-            return hooks.unpack_hook(kept)
-
-        # Checkpointing saves the inputs of a layer under these hooks, and uses its own inside the layer.
-        with saved_tensors_hooks(pack, unpack):
-            return run(function, *args, **kwargs)
+    # Checkpointing saves the inputs of a layer under these hooks, and uses its own inside the layer.
+    with saved_tensors_hooks(pack, unpack):
+        return run(function, *args, **kwargs)
 
 
 @contextmanager
-def _offloaded(model: nn.Module, offload: HostOffload) -> Iterator[None]:
-    """Keep the inputs of checkpointed layers in host memory until the layers are recomputed."""
-    layers = [module for module in model.modules() if _RECOMPUTE in vars(module)]
-    before = [getattr(layer, _RECOMPUTE) for layer in layers]
-    for layer, run in zip(layers, before, strict=True):
-        setattr(layer, _RECOMPUTE, partial(offload.checkpoint, run))
+def replaced(name: str, functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside the block, modules have other functions under a name, as attributes of their own."""
+    # An instance may already have one from elsewhere, such as accelerate.
+    before = {module: vars(module).get(name) for module in functions}
+    for module, function in functions.items():
+        module.__dict__[name] = function
     try:
         yield
     finally:
-        for layer, run in zip(layers, before, strict=True):
-            setattr(layer, _RECOMPUTE, run)
+        for module, own in before.items():
+            if own is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = own
 
 
 def tileable(model: nn.Module) -> list[nn.Module]:
@@ -243,24 +235,17 @@ def _takes_tiles(module: nn.Module) -> bool:
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
     if len(required) != 1 or any(True for _ in module.parameters(recurse=False)):
         return False
-    layers = [module]
-    while layers:
-        for part in layers.pop().children():
-            inner = part.get_base_layer() if isinstance(part, BaseTunerLayer) else part  # without its adapter
-            if not _is_token_wise(inner):
-                return False
-            if isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                layers.append(inner)
-    return True
+    return all(map(_is_token_wise, module.children()))
 
 
 def _is_token_wise(part: nn.Module) -> bool:
     """Whether a part of an MLP computes each token independently, as far as is known."""
-    known = (nn.Linear, Conv1D, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    if isinstance(part, known):
-        return True
+    part = part.get_base_layer() if isinstance(part, BaseTunerLayer) else part  # without its adapter
+    if isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return all(map(_is_token_wise, part.children()))
     home, name = type(part).__module__, type(part).__name__
-    return home in (nn.modules.activation.__name__, activations.__name__) or "Norm" in name
+    known = isinstance(part, nn.Linear | Conv1D | nn.Dropout | nn.Identity)
+    return known or home in (nn.modules.activation.__name__, activations.__name__) or "Norm" in name
 
 
 @contextmanager
@@ -286,18 +271,10 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
         )
     of_norm = min(NORM_TILES * tokens, max(tokens, NORM_TILE))
     sizes = {**dict.fromkeys(mlps, tokens), **dict.fromkeys(_norms(model), of_norm)}
-    # An instance may already have a forward from elsewhere, such as accelerate.
-    before = [vars(module).get("forward") for module in sizes]
-    for module, size in sizes.items():
-        module.__dict__["forward"] = partial(_in_tiles, module, module.forward, size)
-    try:
+    with replaced(
+        "forward", {part: partial(_in_tiles, part, part.forward, size) for part, size in sizes.items()}
+    ):
         yield
-    finally:
-        for module, forward in zip(sizes, before, strict=True):
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
@@ -378,7 +355,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, kept: Tensor, hidden: Tensor, run: Callable[[Tensor], Tensor], size: int, *trained: Tensor
     ) -> Tensor:
         ctx.kept, ctx.run, ctx.size, ctx.trained = kept.grad_fn, run, size, list(trained)
-        ctx.context = _ComputationContext(hidden.device)
+        ctx.restored = _computation_context(hidden)
         return _joined(run, hidden, size)
 
     @staticmethod
@@ -387,7 +364,7 @@ class _Tiles(torch.autograd.Function):
         needs_hidden = ctx.needs_input_grad[1]
         sums: list[Tensor | None] = [None] * len(ctx.trained)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        with ctx.context.restored():
+        with ctx.restored():
             for start, tile in _tiles(hidden.detach(), ctx.size):
                 span = (-2, start, tile.shape[-2])
                 inputs = ([tile] if needs_hidden else []) + ctx.trained
@@ -405,27 +382,24 @@ class _Tiles(torch.autograd.Function):
         return gradient.new_zeros(0), of_hidden, None, None, *sums
 
 
-class _ComputationContext:
-    """What a computation depends on apart from its inputs: autocast and the random generators."""
+def _computation_context(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """What a computation depends on apart from its inputs: autocast and the random generators.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.casts = torch.amp.is_autocast_available(device.type)
-        if self.casts:
-            self.enabled = torch.is_autocast_enabled(device.type)
-            self.dtype = torch.get_autocast_dtype(device.type)
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    Returns:
+        A context that restores them for a block; afterwards the generators continue as before it.
+    """
+    kind = hidden.device.type
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if torch.amp.is_autocast_available(kind):
+        enabled = torch.is_autocast_enabled(kind)
+        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
+    cpu, (devices, states) = torch.get_rng_state(), get_device_states(hidden)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore autocast and generators for the block; afterwards the generators continue as before it."""
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if self.casts:
-            autocast = torch.autocast(self.device.type, self.dtype, enabled=self.enabled)
-        devices = [] if self.cuda is None else [self.device]
+    def restored() -> Iterator[None]:
         with torch.random.fork_rng(devices), autocast:
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
+            torch.set_rng_state(cpu)
+            set_device_states(devices, states)
             yield
+
+    return restored

@@ -112,6 +112,10 @@ class Sharding:
             "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
             "trained embedding from the head that is tied to it; set it to false in accelerate's config",
         )
+        refuse_if(
+            self.weights and recipe.quantize is not None,
+            "quantize cannot be combined with FSDP, which shares weights as they are; leave one of them out",
+        )
         if recipe.split_window > 1:
             check_split(model, self.parts)
         if recipe.split_window > 1 or self.parts == 1:

@@ -14,17 +14,27 @@ from torch import Tensor, nn
 
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
+from rope_extend.attention.split_window import current_split
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.loss import default_chunk_bytes, next_token_loss
+from rope_extend.evaluation.forward_plan import planned_split
+from rope_extend.loss import (
+    IGNORED,
+    default_chunk_bytes,
+    hidden_states,
+    mean_loss,
+    next_token_loss,
+    shifted,
+)
 from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import META, DirectKernelCalls, quiet_patching
-from rope_extend.memory.plan import Need, counter_of, dry_run
+from rope_extend.memory.meta_device import META, DirectKernelCalls, dry_run, quiet_patching
+from rope_extend.memory.plan import MemoryEstimate, counter_of
 from rope_extend.models.decoders import decoder_layers
 from rope_extend.models.planned_device import device_of
 from rope_extend.training.lora import adapted, extended
-from rope_extend.training.memory_options import HostOffload, MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, replaced
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.sharding import Sharding
 from rope_extend.training.text_reach import TextReach
 
 DEPTH = 2
@@ -32,7 +42,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Need):
+class StepEstimate(MemoryEstimate):
     """The memory that one step needs: its peak has states of layers, logits of a chunk, and gradients.
 
     Attributes:
@@ -50,65 +60,80 @@ class Step(Need):
 
 
 class StepEstimator:
-    """Runs steps on a model without weights, and counts bytes. Use it as a context manager.
+    """Runs steps on a model without weights, and counts bytes of one process. Use it as a context manager.
 
     Attention of the model is replaced within the context, and restored at its end.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        model: Any,
-        weights: int,
-        device: torch.device,
-        processes: int,
+        self, recipe: Recipe, model: Any, weights: int, device: torch.device, sharding: Sharding,
         reach: TextReach,
-    ) -> None:
-        self.reach = reach
-        self.recipe, self.base, self.weights = recipe, model, weights
-        self.device, self.quantized, self.processes = device, recipe.quantize is not None, processes
-        self.dtype = model.dtype
+    ) -> None:  # fmt: skip
+        self.recipe, self.base, self.weights, self.device = recipe, model, weights, device
+        self.sharding, self.reach, self.dtype = sharding, reach, model.dtype
         self.quantized_savings = quantized_savings(model, "4bit")
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.scored = 3 * max(1, default_chunk_bytes(device) // (4 * vocabulary))  # tokens of three chunks
-
-    def __enter__(self) -> Self:
-        model, packed = self.base, self.recipe.packs
         with DirectKernelCalls(), LiveBytes(scored=2):
-            self.masked = packed and not takes_no_mask(model)
+            masked = not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)
-        flash = "flash" in config._attn_implementation
         with ExitStack() as stack:
-            stack.enter_context(dry_run(model, self.device))
+            stack.enter_context(dry_run(model, device))
             with quiet_patching():
-                stack.enter_context(extended(model, self.recipe))
+                stack.enter_context(extended(model, recipe))
             # Encodings that act inside attention need a mask, unless the kernel is flash attention.
-            self.masked |= packed and acts_inside(model) and not flash
+            masked |= acts_inside(model) and "flash" not in config._attn_implementation
+            self.masked = recipe.packs and masked
             loaded = sum(value.nbytes for value in model.parameters())
-            self.model = adapted(model, self.recipe, self.reach).train()
-            if self.recipe.full:  # what is trained is counted as such
+            self.model = adapted(model, recipe, reach).train()
+            if recipe.full:  # what is trained is counted as such
                 frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
                 self.weights -= loaded - frozen
+            stack.enter_context(planned_split(model, recipe.split_window))
             self._context = stack.pop_all()
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._context.close()
 
-    def step(self, memory_options: MemoryOptions, tokens: int) -> Step:
+    def step(self, memory_options: MemoryOptions, tokens: int) -> StepEstimate:
         """The memory of a step after the first, when the optimizer has its moments."""
         applied = memory_options
         if self.device.type == "cpu":  # all memory is host memory
             applied = replace(memory_options, offload_checkpoints=False)
-        trained, forward, backward, host = self._count(applied, tokens)
-        return Step(
-            weights=self.weights, trained=trained, peak=max(forward, backward), host=host,
-            memory_options=memory_options, quantized=self.quantized,
+        trained, forward, backward, update, host = self._count(applied, tokens)
+        step = StepEstimate(
+            weights=self.weights, trained=trained, peak=max(forward, backward, update), host=host,
+            memory_options=memory_options, quantized=self.recipe.quantize is not None,
         )  # fmt: skip
+        if not self.sharding.weights:
+            return step
+
+        def share(size: int) -> int:
+            return -(-size // self.sharding.ranks)
+
+        peak = max(max(forward, backward) + self.gathered(gradients=True), share(update))
+        return replace(step, weights=share(step.weights), trained=share(trained), peak=peak)
+
+    def gathered(self, *, gradients: bool) -> int:
+        """Bytes that FSDP2 gathers at a time: weights outside the layers, and those of two layers.
+
+        While a layer computes, the next is gathered; its gradients are whole until they are averaged.
+        """
+        layers = [part for part in self.model.modules() if type(part).__name__ in self.base._no_split_modules]
+        inside = [[*layer.parameters()] for layer in layers]
+        outside = set(self.model.parameters()).difference(*inside)
+        sizes = [
+            sum(each.nbytes * (2 if gradients and each.requires_grad else 1) for each in layer)
+            for layer in inside
+        ]
+        return sum(each.nbytes for each in outside) + 2 * max(sizes, default=0)
 
     def _count(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
-        """Bytes of what is trained; the peaks of the forward pass and after it, in addition to that and the
-        weights; and bytes in host memory.
+        """Bytes of what is trained, with its moments; the peaks of forward pass, backward pass and update, in
+        addition to that and the weights; and bytes in host memory.
 
         If all layers are equal, each adds the same, so a few layers are enough.
         """
@@ -129,77 +154,113 @@ class StepEstimator:
         return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
 
     def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
-        recipe = self.recipe
-        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
-        optimizer: Any = Moments(self.model, eight_bits=recipe.optim == "adamw_8bit")
-        if recipe.optim == "adamw_torch":
-            optimizer = torch.optim.AdamW(self.parameters, foreach=self.device.type == "cuda")
+        recipe, sharding, pinned = self.recipe, self.sharding, _PinnedBytes()
+        optimizer, hooks = _Optimizer(self.model, recipe, self.device), ExitStack()
+        shares: dict[Tensor, Tensor] = {}
         counter = counter_of(self.model, self.scored)
-        trainable = sum(parameter.nbytes for parameter in self.parameters)
-        frozen = counter.live - trainable
-        batch: dict[str, Any] = {
-            "input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)
-        }
-        if recipe.positions != CONSECUTIVE:
-            batch["position_ids"] = torch.zeros_like(batch["input_ids"])
-        buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
-        offload = HostOffload()
+        size = sum(parameter.nbytes for parameter in optimizer.parameters)
+        frozen = counter.live - size
+        buckets = sharding.ranks > 1 and not sharding.weights  # DDP's hold a second copy of every gradient
+
+        def keep_share(parameter: Tensor) -> None:
+            """What FSDP2 does with a gradient."""
+            parameter.grad = None
+            if parameter not in shares:
+                shares[parameter] = parameter.new_empty(-(-parameter.numel() // sharding.ranks))
+
         with (
+            hooks,
             # Before tiles, which take over a layer's forward.
-            casting_as_autocast(self.model, self.dtype) as cast,
-            apply_memory_options(self.base, memory_options, offload),
+            casting_as_autocast(self.model, self.dtype) as casts,
+            apply_memory_options(self.base, memory_options, lambda pin_memory: pinned),
             counter,
         ):
-            self._gradients()
-            optimizer.step()
-            optimizer.zero_grad()
+            for _ in range(2):  # the first update makes the moments
+                counter.peak = counter.live
+                optimizer.make_gradients()
+                optimizer.update()
             held = counter.live
+            updating = counter.peak - held
             if self.masked:
                 _mask = torch.empty(recipe.batch_size, tokens, tokens, dtype=torch.bool, device=META)
-            if recipe.gradient_accumulation > 1 or buckets:
-                self._gradients()
+            if buckets or recipe.gradient_accumulation > 1:
+                optimizer.make_gradients()
+            for parameter in optimizer.parameters if sharding.weights else ():
+                hooks.callback(parameter.register_post_accumulate_grad_hook(keep_share).remove)  # type: ignore[no-untyped-call]
+                if parameter.grad is not None:
+                    keep_share(parameter)
             counter.peak = counter.live
-            loss = next_token_loss(self.model, **batch)
-            cast.clear()
+            ids = torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)
+            loss = self._loss(ids)
+            casts.clear()
             forward = counter.peak - held
             counter.peak = counter.live
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
             backward = counter.peak - held
-        return [held - frozen + trainable * buckets, forward, backward, offload.host_bytes]
+            optimizer.free()
+            shares.clear()
+        return [held - frozen + size * buckets, forward, backward, updating, pinned.count]
 
-    def _gradients(self) -> None:
+    def _loss(self, ids: Tensor) -> Tensor:
+        """The loss of a batch; of a split window, that of the tokens of this process."""
+        sampled = self.recipe.positions != CONSECUTIVE
+        inputs: dict[str, Any] = {"position_ids": torch.zeros_like(ids)} if sampled else {}
+        split = current_split(self.base)
+        if split is None:
+            return next_token_loss(self.model, ids, **inputs)
+        with split.own_share() as processes:
+            hidden = hidden_states(self.model, ids, **inputs)
+        return mean_loss(self.model, hidden, processes.own(shifted(ids), fill=IGNORED))
+
+
+class _Optimizer:
+    """AdamW with its gradients. Torch's fused kernel and bitsandbytes need no memory besides the moments."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        self.parameters = [value for value in model.parameters() if value.requires_grad]
+        self.max_norm, self.moments = recipe.max_grad_norm, list[Tensor]()
+        self.own = None
+        if recipe.optim == "adamw_torch":
+            self.own = torch.optim.AdamW(self.parameters, foreach=device.type == "cuda")
+        # bitsandbytes has 8 bits with a scale for each 256 moments, except of embeddings and small tensors.
+        whole = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        self.small = {
+            value
+            for value in self.parameters
+            if recipe.optim == "adamw_8bit" and value not in whole and value.numel() >= 4096
+        }
+
+    def make_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
 
+    def update(self) -> None:
+        """Clip the gradients, make a step, and free them."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        if self.own is not None:
+            self.own.step()
+        for value in self.parameters if self.own is None and not self.moments else ():
+            size = value.numel()
+            bytes_each = size + 4 * -(-size // 256) if value in self.small else 4 * size
+            self.moments += [torch.empty(bytes_each, dtype=torch.uint8, device=META) for _ in range(2)]
+        self.free()
 
-class Moments:
-    """An AdamW whose steps need no memory besides its moments: torch's fused kernel, and bitsandbytes.
+    def free(self, *_: Tensor) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
-    Args:
-        model: its trained parameters have moments.
-        eight_bits: moments of 8 bits with a scale for each 256, except of embeddings and small tensors.
-    """
 
-    def __init__(self, model: nn.Module, *, eight_bits: bool) -> None:
-        self._parameters = [value for value in model.parameters() if value.requires_grad]
-        whole = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-        self._small = {value for value in self._parameters if eight_bits and value not in whole}
-        self._held: list[Tensor] = []
+class _PinnedBytes:
+    """`save_on_cpu` of a dry run: counts pinned memory. Torch rounds each tensor up to a power of two."""
 
-    def step(self) -> None:
-        """Make the moments, at the first step."""
-        for value in self._parameters if not self._held else ():
-            size, eight = value.numel(), value in self._small and value.numel() >= 4096
-            bytes_each = size + 4 * -(-size // 256) if eight else 4 * size
-            self._held += [torch.empty(bytes_each, dtype=torch.uint8, device=META) for _ in range(2)]
+    count = 0
 
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        for value in self._parameters:
-            value.grad = None
+    def pack_hook(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.count += 1 << (tensor.nbytes - 1).bit_length()
+        return tensor.shape, tensor.dtype
+
+    def unpack_hook(self, kept: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(kept[0], dtype=kept[1], device=META)
 
 
 def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:
@@ -221,20 +282,14 @@ def casting_as_autocast(model: nn.Module, dtype: torch.dtype) -> Iterator[dict[n
     Yields:
         The trained weights that were cast, by module; autocast keeps them until it ends.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm)]
     casts: dict[nn.Module, Tensor] = {}
-    for module in layers if dtype == torch.bfloat16 else ():
-        forward: Callable[[Tensor], Tensor] = (
-            partial(_multiply, module, dtype, casts)
-            if isinstance(module, nn.Linear)
-            else partial(_normalise, module)
-        )
-        module.__dict__["forward"] = forward
-    try:
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear | nn.LayerNorm)]
+    forwards: dict[nn.Module, Callable[..., Tensor]] = {
+        part: partial(_multiply, part, casts) if isinstance(part, nn.Linear) else partial(_normalise, part)
+        for part in layers
+    }
+    with replaced("forward", forwards if dtype == torch.bfloat16 else {}):
         yield casts
-    finally:
-        for module in layers:
-            module.__dict__.pop("forward", None)
 
 
 def _normalise(module: nn.LayerNorm, states: Tensor) -> Tensor:
@@ -245,11 +300,9 @@ def _normalise(module: nn.LayerNorm, states: Tensor) -> Tensor:
     return F.layer_norm(states.float(), module.normalized_shape, weight, bias, module.eps)
 
 
-def _multiply(
-    module: nn.Linear, dtype: torch.dtype, casts: dict[nn.Module, Tensor], states: Tensor
-) -> Tensor:
-    bias = None if module.bias is None else module.bias.to(dtype)
-    weight = casts.get(module, module.weight).to(dtype)
+def _multiply(module: nn.Linear, casts: dict[nn.Module, Tensor], states: Tensor) -> Tensor:
+    bias = None if module.bias is None else module.bias.bfloat16()
+    weight = casts.get(module, module.weight).bfloat16()
     if module.weight.requires_grad:
         casts[module] = weight
-    return F.linear(states.to(dtype), weight, bias)
+    return F.linear(states.bfloat16(), weight, bias)

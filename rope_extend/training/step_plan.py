@@ -6,18 +6,18 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from rope_extend.config import AUTO
-from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.forward_plan import ForwardEstimator, Window
-from rope_extend.memory.budget import available_memory, weight_bytes
+from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.evaluation.forward_plan import ForwardEstimator, WindowEstimate, planned_split
+from rope_extend.memory.budget import expand_segments, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
-from rope_extend.memory.plan import GRAIN, Budget, Need, Row, longest, table
+from rope_extend.memory.plan import GRAIN, Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
@@ -29,41 +29,46 @@ from rope_extend.training.memory_options import (
     recomputes,
     tileable,
 )
+from rope_extend.training.metrics import check_trackers
+from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState
-from rope_extend.training.step_estimator import Step, StepEstimator, casting_as_autocast
+from rope_extend.training.sharding import Sharding
+from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
 from rope_extend.training.text_reach import TextReach, text_reach
+
+ALONE = Sharding()
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The memory that the steps of a run need, by memory options.
+    """The memory that the steps of a run need in each process, by memory options.
 
     Attributes:
+        recipe: the run.
         steps: one step per combination of options, each with one option more, the cheapest first. If not all
             were requested, the list ends with the first that fits.
         chosen: the step of the run: the first that fits, or else the last.
-        length: tokens per block.
-        batch: blocks per step and device.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
-        quantizable: whether the weights can be loaded with 4 bits; those of a GGUF file cannot.
         quantized: the last step with weights of 4 bits, if all combinations were requested.
         evaluation: the run's longest evaluation, including what is trained; None if the run does not
             evaluate.
         longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
+        sharding: the share of the run that each process has.
+        reach: which parts of the model text reaches, if that is known.
     """
 
-    steps: tuple[Step, ...]
-    chosen: Step
-    length: int
-    batch: int
+    recipe: Recipe
+    steps: tuple[StepEstimate, ...]
+    chosen: StepEstimate
     budget: Budget
-    longest_block: int | None
-    quantizable: bool = True
-    quantized: Step | None = None
-    evaluation: Window | None = None
+    longest_block: int | None = None
+    quantized: StepEstimate | None = None
+    evaluation: WindowEstimate | None = None
     longest_evaluation: int | None = None
+    sharding: Sharding = ALONE
+    reach: TextReach | None = None
 
     @property
     def total(self) -> int:
@@ -97,8 +102,8 @@ class TrainingPlan:
             longest = self.longest_block
             fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
             raise RopeExtendError(
-                f"a step of {self.batch} x {self.length:,} tokens needs {self.budget.misfit(self.chosen)} "
-                f"(memory options: {self.chosen.memory_options}); {fitting}. {self._advice()}"
+                f"a step of {self._blocks} needs {self.budget.misfit(self.chosen)} (memory options: "
+                f"{self.chosen.memory_options}); {fitting}. {self._advice()}"
             )
         if self.evaluation is not None and not self.evaluates:
             longest = self.longest_evaluation
@@ -109,27 +114,37 @@ class TrainingPlan:
                 "shorter eval_lengths, or leave eval_data out and evaluate after the run"
             )
 
+    @property
+    def shared(self) -> str:
+        """What several processes share, as the end of a phrase."""
+        window, weights = self.recipe.split_window, self.sharding.weights
+        shared = f", {window} of which share a block" if window > 1 else ""
+        return f"{shared}, which share the weights (FSDP2)" if weights else shared
+
+    @property
+    def _blocks(self) -> str:
+        return f"{self.recipe.batch_size} x {self.recipe.length:,} tokens"
+
     def _advice(self) -> str:
-        step = self.chosen
-        advice = ["a shorter block_length with positions: pose"] if self.length > GRAIN else []
-        advice += ["a smaller batch_size"] if self.batch > 1 else []
+        step, recipe = self.chosen, self.recipe
+        advice = ["a shorter block_length with positions: pose"] if recipe.length > GRAIN else []
+        advice += ["a smaller batch_size"] if recipe.batch_size > 1 else []
         off = [
             name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
         ]
         advice += [f"{' and '.join(off)} on auto"] if off else []
-        advice += ["quantize: 4bit"] if self.quantizable and not step.quantized else []
+        advice += ["quantize: 4bit"] if quantizable(recipe, self.sharding) and not step.quantized else []
         return f"To need less memory, use {', or '.join(advice)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""
-
-        def plain(need: Need) -> dict[str, Any]:
-            return {**asdict(need), "total": need.total, "fits": self.budget.fits(need)}
-
-        steps = [*self.steps, *([self.quantized] if self.quantized else [])]
+        plain, steps = self.budget.as_dict, [*self.steps, *([self.quantized] if self.quantized else [])]
         return {
-            "length": self.length,
-            "batch": self.batch,
+            "length": self.recipe.length,
+            "batch": self.recipe.batch_size,
+            "processes": self.sharding.ranks,
+            "split_window": self.recipe.split_window,
+            "fsdp": self.sharding.weights,
             "device": str(self.budget.device),
             "available": self.budget.available,
             "host": self.budget.host,
@@ -143,7 +158,7 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        rows: list[Row] = []
+        rows: list[tuple[str, MemoryEstimate, str]] = []
         before: Sequence[str] = ()
         for step in self.steps:
             parts = step.memory_options.parts
@@ -154,8 +169,66 @@ class TrainingPlan:
             rows.append(("+ quantize: 4bit", self.quantized, ""))
         if (window := self.evaluation) is not None:
             rows.append((f"evaluation at {window.length:,} tokens", window, window.description))
-        subject = f"steps of {self.batch} x {self.length:,} tokens"
+        ranks, subject = self.sharding.ranks, f"steps of {self._blocks}"
+        subject += f" in each of {ranks} processes{self.shared}" if ranks > 1 else ""
         return table(subject, rows, self.budget, self.chosen)
+
+
+def plan(
+    recipe: Recipe,
+    *,
+    limit_memory: int | None = None,
+    elsewhere: bool = False,
+    processes: int | None = None,
+    fsdp: bool = False,
+) -> TrainingPlan:
+    """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
+
+    Args:
+        recipe: the run.
+        limit_memory: bytes of the device to plan with; by default what is free. On a machine without a GPU,
+            the memory of the GPU that the run will use; an `auto` dtype is then bfloat16.
+        elsewhere: the run will use a GPU of another machine, even if this one has a GPU.
+        processes: number of processes that the launcher will start, one for each GPU; by default the
+            `split_window` of the recipe. The plan is that of each.
+        fsdp: whether accelerate will spread the weights over them by FSDP2.
+
+    Raises:
+        RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
+            missing on the machine that is planned for, or the model's family does not run on the meta device.
+    """
+    window = recipe.split_window
+    processes = processes or window
+    refusals = {
+        f"split_window {window} needs {window} processes, or a multiple, not {processes}": (
+            processes % window != 0
+        ),
+        "FSDP2 shares the weights of several processes; give processes=8, or their number": (
+            fsdp and processes == 1
+        ),
+    }
+    for problem, wrong in refusals.items():
+        refuse_if(wrong, problem)
+    sharding = Sharding(weights=fsdp, parts=window, ranks=processes)
+    expand_segments()  # as the run does, before anything asks the device
+    device = LoadOptions().torch_device
+    absent = limit_memory is not None and (elsewhere or device.type == "cpu")
+    if not absent:
+        check_trackers(recipe.trackers)
+    planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine
+    dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else weights_dtype(recipe, device)
+    shape, reach = check_recipe(recipe, None, dtype, sharding)
+    load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
+    estimate = plan_training(
+        recipe, load_options=load_options, sharding=sharding, all_options=True, device=planned_gpu,
+        evaluation_lengths=evaluation_lengths(recipe, shape), reach=reach,
+    )  # fmt: skip
+    if estimate is None:
+        raise RopeExtendError(
+            f"cannot estimate the memory of a step of {recipe.model!r}: its family does not run on the meta "
+            "device. Run a few steps instead, and read peak_memory_bytes in metrics.jsonl"
+        )
+    return estimate
 
 
 def plan_training(
@@ -164,7 +237,7 @@ def plan_training(
     load_options: LoadOptions,
     model: Any | None = None,
     memory_options: MemoryOptions | None = None,
-    processes: int = 1,
+    sharding: Sharding = ALONE,
     all_options: bool = False,
     device: torch.device | None = None,
     evaluation_lengths: Sequence[int] = (),
@@ -177,7 +250,7 @@ def plan_training(
         load_options: where and how the model will be loaded.
         model: a loaded model, used instead of the recipe's; only its shapes matter.
         memory_options: the options of a resumed run; then none is left open.
-        processes: number of processes that share the step. On a CPU they also share its memory.
+        sharding: the share of each process. On a CPU, processes also share its memory.
         all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
         evaluation_lengths: windows that the run evaluates at, in tokens.
@@ -199,18 +272,27 @@ def plan_training(
     apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
     reach = reach or text_reach(empty)
     loaded = weights if model is not None and model.device.type == device.type else 0
-    budget = _budget(load_options, device, processes, loaded)
+    if device == load_options.torch_device:
+        budget = Budget.of(load_options, sharding.ranks, loaded)
+    else:
+        budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
-    def estimate_steps() -> TrainingPlan:
-        with StepEstimator(recipe, empty, weights, device, processes, reach) as estimator:
-            return _plan_steps(estimator, candidates, budget, all_options)
+    def estimate_steps() -> tuple[TrainingPlan, int]:
+        with StepEstimator(recipe, empty, weights, device, sharding, reach) as estimator:
+            plan = _plan_steps(estimator, candidates, budget, all_options)
+            return plan, estimator.gathered(gradients=False) if sharding.weights else 0
 
-    plan = try_estimate(estimate_steps, empty, "a step")
-    if plan is None or not evaluation_lengths:
-        return plan
+    estimated = try_estimate(estimate_steps, empty, "a step")
+    if estimated is None or not evaluation_lengths:
+        return estimated and estimated[0]
     fresh = _without_weights(recipe, load_options, model)
-    estimate_evaluation = partial(_with_evaluation, plan, recipe, fresh, max(evaluation_lengths), reach)
-    return try_estimate(estimate_evaluation, fresh, "an evaluation") or plan
+    estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
+    return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
+
+
+def quantizable(recipe: Recipe, sharding: Sharding) -> bool:
+    """Whether the weights can be loaded with 4 bits: not all trained, from a GGUF file, or under FSDP2."""
+    return not (recipe.full or sharding.weights) and gguf_file(recipe.model) is None
 
 
 def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
@@ -267,60 +349,39 @@ def _without_weights(recipe: Recipe, load_options: LoadOptions, model: Any | Non
         return type(model)(copy.deepcopy(model.config)).to(model.dtype)
 
 
-def _budget(load_options: LoadOptions, device: torch.device, processes: int, loaded: int) -> Budget:
-    """What a process has on the device, and in host memory; `loaded` bytes of weights are there already."""
-    available = host = sys.maxsize
-    if device == load_options.torch_device:
-        available, host = (
-            available_memory(replace(options, limit_memory=None))
-            for options in (load_options, LoadOptions(device="cpu"))
-        )
-    if device.type == "cpu":
-        available //= processes
-    available = min(available + loaded, load_options.limit_memory or sys.maxsize)
-    return Budget(device, available, host // processes)
-
-
 def _plan_steps(
-    estimator: StepEstimator,
-    candidates: Sequence[MemoryOptions],
-    budget: Budget,
-    all_options: bool,
+    estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget, all_options: bool
 ) -> TrainingPlan:
-    recipe = estimator.recipe
-    steps: list[Step] = []
-    chosen: Step | None = None
-    for memory_options in candidates:
-        steps.append(estimator.step(memory_options, recipe.length))
-        if chosen is None and budget.fits(steps[-1]):
-            chosen = steps[-1]
-            if not all_options:
-                break
+    recipe, last = estimator.recipe, candidates[-1]
+    steps: list[StepEstimate] = []
+    for options in candidates:
+        steps.append(estimator.step(options, recipe.length))
+        if budget.fits(steps[-1]) and not all_options:
+            break
+    chosen = next(filter(budget.fits, steps), None)
     longest_block = None
     if chosen is None:
         chosen = steps[-1]
-        longest_block = longest(
-            lambda tokens: budget.fits(estimator.step(candidates[-1], tokens)), recipe.length
-        )
-    quantizable = gguf_file(recipe.model) is None and not recipe.full
+        longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
     quantized = None
-    if all_options and quantizable and not chosen.quantized:
+    if all_options and not chosen.quantized and quantizable(recipe, estimator.sharding):
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(
-        tuple(steps), chosen, recipe.length, recipe.batch_size, budget, longest_block, quantizable,
-        quantized,
+        recipe, tuple(steps), chosen, budget, longest_block, quantized, sharding=estimator.sharding,
+        reach=estimator.reach,
     )  # fmt: skip
 
 
-def _with_evaluation(
-    plan: TrainingPlan, recipe: Recipe, empty: Any, tokens: int, reach: TextReach
-) -> TrainingPlan:
-    """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments."""
-    step, dtype = plan.chosen, empty.dtype
+def _with_evaluation(plan: TrainingPlan, gathered: int, empty: Any, tokens: int) -> TrainingPlan:
+    """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments.
+
+    `gathered` is what FSDP2 adds to the weights.
+    """
+    step, recipe, dtype = plan.chosen, plan.recipe, empty.dtype
     with quiet_patching(), extended(empty, recipe):  # what the encoding learns is counted as trained
         learned = sum(value.nbytes for value in learned_parameters(empty).values())
-    model = adapted(empty, recipe, reach).eval()
+    model = adapted(empty, recipe, plan.reach).eval()
 
     @contextmanager
     def as_trained() -> Iterator[None]:
@@ -329,12 +390,14 @@ def _with_evaluation(
             extended(empty, recipe),
             casting_as_autocast(model, dtype),
             apply_memory_options(empty, step.memory_options),
+            planned_split(empty, recipe.split_window),
         ):
             yield
 
     estimator = ForwardEstimator(
-        model, plan.budget, weights=step.weights, trained=step.trained - learned, setups=[as_trained]
-    )
+        model, plan.budget, weights=step.weights + gathered, trained=step.trained - learned,
+        setups=[as_trained],
+    )  # fmt: skip
     window = estimator.estimate(tokens)
     fitting = None if plan.budget.fits(window) else estimator.longest_fit(tokens)
     return replace(plan, evaluation=window, longest_evaluation=fitting)

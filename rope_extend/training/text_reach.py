@@ -11,10 +11,9 @@ the meta device.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class TextReach:
     @property
     def below(self) -> tuple[str, ...]:
         """What the paths of all modules in `encoders` begin with."""
-        return _below(self.encoders)
+        return tuple(f"{path}." for path in self.encoders)
 
 
 def text_reach(model: PreTrainedModel) -> TextReach:
@@ -62,21 +61,21 @@ def text_reach(model: PreTrainedModel) -> TextReach:
         The modules. For a family that does not run on the meta device, only the encoders count as unreached;
         a log line says so.
     """
+    paths = dict(model.named_modules())
     encoders = tuple(
         name
-        for name, part in model.named_modules()
+        for name, part in paths.items()
         if isinstance(part, PreTrainedModel) and re.search("Audio|Vision", type(part.config).__name__)
     )
-    unreached = {name for name, _ in model.named_modules() if f"{name}.".startswith(_below(encoders))}
-    unsupported = {name for name, _ in model.named_modules() if _in_fused_kernel(model, name)}
+    found, several = set[str](), set[str]()
     try:
         found, several = _dry_run(model)
     except Exception as error:  # any error: a family may need values, which the meta device does not have
         logger.info("cannot tell which parts of %s text reaches (%r)", model.config.model_type, error)
-    else:
-        unreached |= found
-        unsupported |= several
-    return TextReach(frozenset(unreached), frozenset(unsupported), encoders)
+    several |= {name for name in paths if _in_fused_kernel(model, name)}
+    reach = TextReach(frozenset(found), frozenset(several), encoders)
+    inside = {name for name in paths if f"{name}.".startswith(reach.below)}
+    return replace(reach, unreached=reach.unreached | inside)
 
 
 def norms_and_embedding(model: PreTrainedModel) -> list[str]:
@@ -87,10 +86,6 @@ def norms_and_embedding(model: PreTrainedModel) -> list[str]:
         for name, part in model.named_modules()
         if part is embedding or ("Norm" in type(part).__name__ and any(True for _ in part.parameters(False)))
     ]
-
-
-def _below(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{path}." for path in paths)
 
 
 def _in_fused_kernel(model: nn.Module, name: str) -> bool:
@@ -106,32 +101,26 @@ def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # not that of a patch
     with torch.device(META):
         empty = type(model)(config).train().requires_grad_(False)
-    outputs: dict[str, Tensor] = {}
-    several: set[str] = set()
+    linear = {name: part for name, part in empty.named_modules() if isinstance(part, nn.Linear)}
+    several, called = set[str](), set[str]()
 
-    def tap(name: str, out: Any) -> Any:
-        """Add a zero to the output of a linear layer, whose gradient then says whether the output is used."""
-        if not isinstance(out, Tensor):
-            several.add(name)
-            return out
-        if name not in outputs:
-            outputs[name] = torch.zeros((), device=META, requires_grad=True)
-        return out + outputs[name]
+    def note(name: str, out: Any) -> None:
+        (called if isinstance(out, Tensor) else several).add(name)
 
-    linear = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
-    for name, module in linear.items():
-        module.register_forward_hook(lambda _module, _args, out, name=name: tap(name, out))
-    weights = {name: list(empty.get_submodule(name).parameters(False)) for name in norms_and_embedding(empty)}
-    for weight in itertools.chain(*weights.values()):
-        weight.requires_grad_(True)
+    for name, part in linear.items():
+        part.register_forward_hook(lambda _module, _args, out, name=name: note(name, out))
+    tried = linear | {name: empty.get_submodule(name) for name in norms_and_embedding(empty)}
+    for part in tried.values():
+        for weight in part.parameters(recurse=False):
+            weight.requires_grad_(True)
     with LiveBytes(scored=_TOKENS):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
         next_token_loss(empty, ids).backward()  # type: ignore[no-untyped-call]
 
-    gradients = {name: [outputs[name]] if name in outputs else [] for name in linear} | weights
-    found = {name for name, values in gradients.items() if any(value.grad is not None for value in values)}
-    reached = {_any_expert(name) for name in found | several}
-    return {name for name in gradients if _any_expert(name) not in reached}, several
+    found = {name for name, part in tried.items() if any(w.grad is not None for w in part.parameters(False))}
+    # A layer whose weight is used without a call cannot be wrapped.
+    reached = {_any_expert(name) for name in found - (linear.keys() - called) | several}
+    return {name for name in tried if _any_expert(name) not in reached}, several
 
 
 def _any_expert(name: str) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from rope_extend.memory.plan import Budget
 from rope_extend.training.memory_options import MemoryOptions
-from rope_extend.training.step_estimator import Step
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_estimator import StepEstimate
 from rope_extend.training.step_plan import TrainingPlan
 
 _SIZES = (
@@ -89,5 +90,6 @@ def write_config(directory: Path, name: str, **changes: Any) -> Path:
 
 def a_plan(needed: int = 1) -> TrainingPlan:
     """The plan of a step on a GPU with 24 GB, without memory options; `needed` is in bytes."""
-    step = Step(weights=0, peak=needed, memory_options=MemoryOptions(), quantized=False)
-    return TrainingPlan((step,), step, 4096, 1, Budget(torch.device("cuda"), 24 * 10**9), None)
+    step = StepEstimate(weights=0, peak=needed, memory_options=MemoryOptions(), quantized=False)
+    recipe = Recipe(model="m", data="d", output_dir="o", target_length=4096)
+    return TrainingPlan(recipe, (step,), step, Budget(torch.device("cuda"), 24 * 10**9))

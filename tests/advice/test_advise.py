@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
 
@@ -27,6 +28,7 @@ from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import TrainingPlan
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -178,6 +180,43 @@ def test_what_fits_in_no_way_is_said(name: str, why: str, tmp_path: Path) -> Non
     assert not advice.memory.fits
     assert advice.verdict == advising.DOES_NOT_FIT
     assert why in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("way", "accumulation", "planned", "launcher"),
+    [
+        ("own sequences", 1, "", "torchrun"), ("weights", 1, " --fsdp", "accelerate"),
+        ("blocks", 8, "", "torchrun"),
+    ],
+)  # fmt: skip
+def test_several_gpus_share_what_one_cannot_hold(
+    way: str, accumulation: int, planned: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, then blocks; the tokens of a step, and the hours of all GPUs together, stay those of one."""
+
+    def plan(recipe: Recipe, *, processes: int, fsdp: bool, **_: object) -> TrainingPlan:
+        split = recipe.split_window > 1
+        shared = "weights" if fsdp else "blocks" if split else "own sequences"
+        sharding = Sharding(weights=fsdp, parts=recipe.split_window, ranks=processes)
+        made = a_plan(10**9 if processes == 1 or shared == way else 99 * 10**9)
+        return replace(made, recipe=recipe, sharding=sharding)
+
+    monkeypatch.setattr(advised_recipe, "plan", plan)
+    monkeypatch.setattr(advised_recipe, "operations_per_token", lambda *_: 1e13)
+    model = write_config(tmp_path, "llama3-8b")
+    alone, several = (advise(model, "32k", gpu=gpu) for gpu in ("h100", "8xh100"))
+    assert several.recipe["gradient_accumulation"] == accumulation
+    assert several.recipe.get("split_window", 1) == (8 if way == "blocks" else 1)
+    assert (several.work.tokens, several.work.gpu) == (alone.work.tokens, "8 x H100")
+    assert several.work.hours == pytest.approx([hours / 8 for hours in alone.work.hours])
+    assert "on each of 8 GPUs" in " ".join(describe(several).split())
+    first, second, *_ = several.with_recipe_file("my.yaml").commands
+    assert first == f"rope-extend finetune my.yaml --plan --processes 8{planned}"
+    words = shlex.split(second)
+    assert (words[0], words[-4:]) == (launcher, ["-m", "rope_extend", "finetune", "my.yaml"])
+    if launcher == "accelerate":
+        given = launch_command_parser().parse_args(words[2:])
+        assert (given.num_processes, given.use_fsdp, given.fsdp_version) == (8, True, "2")
 
 
 @pytest.mark.parametrize(("target", "verdict"), [("32k", "does not fit"), ("16k", advising.UNTRAINED)])

@@ -26,6 +26,8 @@ def test_gpus_by_name_and_by_memory(text: str, name: str, gigabytes: int) -> Non
     gpu = find_gpu(text)
     assert (gpu.name, gpu.memory) == (name, gigabytes * 10**9)
     assert find_gpu(gpu.name) == gpu
+    several = find_gpu(f"8x{text}")
+    assert (several.name, several.memory, several.count) == (name, gpu.memory, 8)
 
 
 @pytest.mark.parametrize("text", ["1KB", "24GiB", "rtx 4090"])
@@ -42,7 +44,8 @@ def test_a_gpu_at_the_command_line_is_the_one_that_was_written(text: str) -> Non
         ("h100-80gb", "Did you mean h100"),
         ("v100", "'v100'. Give the name"),
         ("a100", "a100-40gb or a100-80gb"),
-        ("2xh100", "name of one GPU"),
+        ("0xh100", "of several, such as 8xh100"),
+        ("8xh1000", "Did you mean h100"),
         ("24", "with its unit"),
     ],
 )

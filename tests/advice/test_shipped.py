@@ -12,8 +12,8 @@ import rope_extend as rx
 from rope_extend.advice.shipped import copy_recipe, find_recipe, shipped_names, shipped_path, shipped_recipes
 from rope_extend.cli.main import main
 from rope_extend.files import expand_home
-from rope_extend.training.finetune import plan
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_plan import plan
 
 MODELS = {
     "gemma2_2b_16k_yarn": "gemma2-2b", "gemma3_1b_64k_yarn": "gemma3-1b", "gemma_2b_32k_yarn": "gemma-2b",

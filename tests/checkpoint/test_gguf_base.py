@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.advice.question import Question, Window
+from rope_extend.advice.question import CurrentWindow, Question
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.models.loading import pretrained
-from rope_extend.training.finetune import Recipe, finetune, plan
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.step_plan import plan
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
 
@@ -67,7 +68,7 @@ def test_the_code_of_a_card_runs(run: Path) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_commands_that_serve_an_extension_run(run: Path, engine: str, trained: bool) -> None:
     """All but the converter and the server. Merging and exporting need the base model as a checkpoint."""
-    window = Window(TRAINED, "the config says so")
+    window = CurrentWindow(TRAINED, "the config says so")
     asked = Question("model.gguf", "llama", window, TARGET, engine, SHAPE, None, False)
     ran = []
     for line in asked.serving("yarn", "run" if trained else None):

@@ -264,6 +264,15 @@ def test_weights_on_other_devices_leave_the_memory_to_activations(tmp_path: Path
     made(model, [256], load_options=spread).check()
 
 
+def test_processes_share_the_memory_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit is that of each process."""
+    monkeypatch.setattr("rope_extend.memory.plan.available_memory", lambda _: 8_000_000_000)
+    model = checkpoint(SHAPES["llama"], tmp_path)
+    for limit, available in ((None, 4 * 10**9), (10**9, 10**9), (5 * 10**9, 4 * 10**9)):
+        how = replace(CPU, split_window=2, limit_memory=limit)
+        assert made(model, [64], load_options=how).budget.available == available
+
+
 def test_a_container_has_less(tmp_path: Path) -> None:
     assert _control_group(tmp_path) == sys.maxsize
     (tmp_path / "memory.max").write_text("max\n")

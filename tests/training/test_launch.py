@@ -175,7 +175,7 @@ def test_the_page_on_training_gives_complete_launches(monkeypatch: pytest.Monkey
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / "training.md").read_text().split("## Several GPUs")[1]
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines() if "--plan" not in line]
     assert len(commands) >= len(CONFIGS) + 2
     for path in CONFIGS:
         assert any(str(path.relative_to(ROOT)) in words for words in commands), path.name

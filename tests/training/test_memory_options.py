@@ -19,7 +19,7 @@ from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.budget import expand_segments
 from rope_extend.training import memory_options as options_module
-from rope_extend.training.memory_options import HostOffload, MemoryOptions, apply_memory_options, tileable
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tileable
 
 COMBINATIONS = [
     MemoryOptions(checkpointing, tiles, offload)
@@ -242,12 +242,12 @@ def test_the_states_of_every_family_are_offloaded(
     """If a family passed hidden states by keyword, they would stay on the device."""
     if family.model_type in (*NOT_RECOMPUTED, *NO_LORA[1:]):
         pytest.skip("its layers are not recomputed, or it cannot be trained")
-    calls, method = [], HostOffload.checkpoint
+    calls, offloaded = [], options_module._offloaded
     monkeypatch.setattr(
-        HostOffload,
-        "checkpoint",
+        options_module,
+        "_offloaded",
         # Without gradients, as in the first rounds of a model that loops, nothing is kept.
-        lambda self, *args: calls.append(torch.is_grad_enabled()) or method(self, *args),
+        lambda *args, **given: calls.append(torch.is_grad_enabled()) or offloaded(*args, **given),
     )
     model = tiny_model(family).train()
     with apply_memory_options(model, MemoryOptions(True, 0, True)):
@@ -273,7 +273,7 @@ def traces(model: Any) -> Iterator[str]:
         if getattr(module, "gradient_checkpointing", False):
             yield f"{name}.gradient_checkpointing"
         function = vars(module).get("_gradient_checkpointing_func")
-        if getattr(getattr(function, "func", None), "__self__", None) is not None:
+        if getattr(function, "func", None) is options_module._offloaded:
             yield f"{name} offloads"
 
 

@@ -16,8 +16,9 @@ from transformers.integrations import integration_utils
 
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
-from rope_extend.training.finetune import Recipe, finetune, plan
+from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.metrics import Metrics, check_trackers, read_metrics
+from rope_extend.training.step_plan import plan
 
 
 @pytest.fixture
