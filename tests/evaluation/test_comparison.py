@@ -65,6 +65,9 @@ def test_losses_are_compared_at_the_lengths_that_both_rows_have() -> None:
         (length, pytest.approx(math.exp(-0.1))) for length in (32, 64)
     ]
     assert "-0.1000" in markdown(comparison_parts([found]))
+    # Each from the pass of that length: with tables that depend on the length, that is not the longest pass.
+    dynamic = compare(judged("none", 1.0), judged("dynamic_ntk", 0.9, short=1.1)).differences
+    assert [one.ratio for one in dynamic] == [pytest.approx(math.exp(0.1)), pytest.approx(math.exp(-0.1))]
     model = tiny()
     assert [one.length for one in compare(measured("a", model), measured("b", model, [64])).differences] == [
         64
