@@ -94,6 +94,12 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
             f"a row was measured by two protocols, {first.measured_by} and {other.measured_by}, as by two "
             "versions of rope_extend; delete the finished cells of one of them"
         )
+    laid_out = (first.ppl.keys(), first.block_edges.tolist())
+    if any((each.ppl.keys(), each.block_edges.tolist()) != laid_out for each in results):
+        raise RopeExtendError(
+            "a row was measured in different blocks of tokens, as by two versions of rope_extend; delete the "
+            "finished cells of one of them"
+        )
     nll = {length: [result.document_nll[length][0] for result in results] for length in first.ppl}
     terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}
     return replace(

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypedDict
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import parse_length, parse_lengths
 
+WEAK_CONTROL = "cropped-half"
+"""The control of earlier versions."""
 CONTROL_BLOCKS = 16
 """Blocks of targets that a control scores beyond its window: all targets, up to twice the window."""
 
@@ -219,7 +221,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             bos=True,  # a model that needs it must not handicap the control
         ),
         Protocol(
-            "cropped-half",
+            WEAK_CONTROL,
             "The targets of prefix, but the model sees only `window` tokens at a time, half of them new.",
             "The control of earlier versions: targets see 3/4 of the window on average, which is too little.",
             "rope_extend",

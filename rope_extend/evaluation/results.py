@@ -11,7 +11,7 @@ import numpy as np
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.protocols import control_targets, protocol_named
+from rope_extend.evaluation.protocols import WEAK_CONTROL, control_targets, protocol_named
 from rope_extend.evaluation.statistics import Difference, Rate, RateDifference, paired, paired_rates, plain
 from rope_extend.units import format_length
 
@@ -182,11 +182,11 @@ class PerplexityResult(_FromPlain):
     def on_targets_of(self, control: PerplexityResult) -> CommonTargets | None:
         """The losses of a control and of this result on the targets of the control, in common blocks.
 
-        None if the texts or protocols differ, if the control scored a part of a block of which this result
-        has one sum, or if it has no targets beyond its window.
+        None if that is no control, if the texts or protocols differ, if the control scored a part of a block
+        of which this result has one sum, or if it has no targets beyond its window.
         """
         same = self.same_targets(control) and self.block_nll.shape[0] == control.block_nll.shape[0] > 0
-        if not same:
+        if not (control.cropped and same):
             return None
         edges = np.intersect1d(self.block_edges, control.block_edges)[:-1]
 
@@ -218,6 +218,11 @@ class PerplexityResult(_FromPlain):
         return self.window is not None
 
     @property
+    def is_weak(self) -> bool:
+        """Whether this is the control of earlier versions: a gain over it may be due to its short context."""
+        return self.protocol == WEAK_CONTROL
+
+    @property
     def settings(self) -> dict[str, int]:
         """The settings of the protocol: `window`, `stride` and `last` in tokens, and `blocks`."""
         values = {"window": self.window, "blocks": self.blocks, "stride": self.stride, "last": self.last}
@@ -243,7 +248,7 @@ class PerplexityResult(_FromPlain):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """As for every record. A control of an earlier version has the name of today."""
         if values.get("protocol") == "cropped" and values.get("blocks") is None:
-            values = {**values, "protocol": "cropped-half"}  # its name before there was another
+            values = {**values, "protocol": WEAK_CONTROL}  # its name before there was another
         return super().from_dict(values)
 
     def _is_consistent(self) -> bool:

@@ -202,6 +202,8 @@ def _gain(comparison: Comparison) -> Criterion:
     if change.clear and change.certain is False and change.nats < 0:  # success needs more than the interval
         unclear = ", too uncertain for a success"
     words += f" ({ends[0]:.1f} to {ends[1]:.1f}){unclear}"
+    if control.result.is_weak and change.nats < 0:
+        return Criterion(f"{words}; but the control, {control.result.protocol}, is too weak", None)
     if change.certain is None and (change.nats < 0 or not change.clear):
         return Criterion(f"{words}; {FEWEST_TO_DECIDE} documents decide", None)
     return Criterion(words, bool(change.certain))

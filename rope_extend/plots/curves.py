@@ -94,11 +94,22 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 
 
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
-    """The row that gains most over its control, and whether that is clear in a sentence and a half."""
-    gains = [(row.result.against(controls[id(row)].result)[-1], row) for row in rows]
-    gain, row = min(gains, key=lambda each: each[0].nats if math.isfinite(each[0].nats) else math.inf)
-    beyond = f"beyond {format_length(controls[id(row)].result.window)} tokens"
-    subtitle = f"{WITH_CROPPED}; {gain.documents} documents"
+    """The row that gains most over its control, a clear gain before all others; and that in words.
+
+    A gain over a control that is too weak is no finding.
+    """
+
+    def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
+        gain, _ = each
+        finite = math.isfinite(gain.nats)
+        return not (finite and gain.clear and gain.nats < 0), gain.nats if finite else math.inf
+
+    gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
+    control = controls[id(row)].result
+    beyond = f"beyond {format_length(control.window)} tokens"
+    subtitle = f"{WITH_CROPPED}; {gain.documents} document{'s' * (gain.documents > 1)}"
+    if control.is_weak:
+        return row, "Loss by position", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
         label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle

@@ -144,6 +144,16 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     plots.plot_loss_by_position([control, trained, replace(better, adapter="b")], tmp_path / "c.png")
     assert not lines(drawn[1].axes)["better"].get_ydata().any()
     assert drawn[1].axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32 tokens"
+    # The largest gain may be unclear where a smaller one is clear: that one is named.
+    unclear = at("unclear", -0.3)
+    wide = unclear.result.block_nll + 60 * spread
+    unclear = replace(unclear, result=replace(unclear.result, block_nll=wide))
+    plots.plot_loss_by_position([control, unclear, better], tmp_path / "e.png")
+    assert drawn.pop().axes.get_title(loc="left").startswith("better: ")
+    # A gain over the weak control of earlier versions is no finding.
+    weak = replace(control, result=replace(control.result, protocol="cropped-half"))
+    plots.plot_loss_by_position([weak, better], tmp_path / "f.png")
+    assert drawn.pop().axes.get_title(loc="left") == "Loss by position"
     # The row that is nearest to its control is in the picture, and one far above is named as such.
     above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
     plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")

@@ -336,6 +336,10 @@ def test_the_control_of_an_earlier_version_has_a_name_of_its_own() -> None:
         RopeExtendError, match="by two protocols, cropped-half window=32 and cropped window=32"
     ):
         merged([old.result, new.result])
+    # Nor with one of other lengths or blocks.
+    for other in (row("c", "none", 2.0, lengths=(32, 64)), row("c", "none", 2.0, lengths=(32, 100, 256))):
+        with pytest.raises(RopeExtendError, match="delete the finished cells of one"):
+            merged([row("c", "none", 2.0).result, other.result])
     for lengths in ([8192, 12_288, 16_384], [8192, 16_384, 32_768]):  # of the committed cells
         assert control_edges(lengths, 16) == []
 

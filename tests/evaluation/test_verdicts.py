@@ -62,6 +62,7 @@ def cropped(level: float, adapter: str | None = None, **changes: Any) -> Evaluat
 
 
 PLAIN, CONTROL = judged("none", 1.0), cropped(1.0)
+WEAK = replace(CONTROL, result=replace(CONTROL.result, protocol="cropped-half"))
 RUN = replace(PLAIN, label="LoRA", adapter="runs/control", target_length=32)
 
 
@@ -118,6 +119,11 @@ FOUND, LOST = "passkey 100% (83–100), 100% at the worst depth", "passkey 90% (
         ([judged("none", NAN), cropped(NAN), judged("yarn", 0.9, 1.0)],
          [("none, cropped has no finite perplexity", None), (FOUND, True),
           ("none has no finite perplexity", None)], None),
+        # No gain over the weak control of earlier versions is a success.
+        ([PLAIN, WEAK, judged("yarn", 0.9, 1.0)],
+         [(f"{YES}; but the control, cropped-half, is too weak", None), (FOUND, True), ("-9.5 %", True)],
+         None),
+        ([PLAIN, WEAK, judged("yarn", 1.1)], [(NO, False), (OPEN, None), ("+10.5 %", False)], False),
         # A trained row is compared with a trained control, if there is one.
         ([PLAIN, CONTROL, judged("run", 0.9, 1.0, "a")],
          [("9.5 % lower than before training (9.5 to 9.5)", True), (FOUND, True), ("-9.5 %", True)], True),
