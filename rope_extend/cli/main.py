@@ -90,8 +90,8 @@ def _joined(words: Sequence[str], items: Mapping[str, Callable[[str], object]]) 
             found.append(word)
         elif re.match(r"-\d", word) and found and found[-1].startswith("--") and not filled:
             found[-1], filled = f"{found[-1]}={word}", True
-        elif item and filled and _accepts(item, word):
-            found[-1] += f",{word}"
+        elif item and filled and _accepts(item, word.strip(",")):  # also of `--lengths 4k, 8k`
+            found[-1] = f"{found[-1].rstrip(',')},{word.strip(',')}"
         else:
             item, filled = None if filled else item, True
             found.append(word)

@@ -128,7 +128,7 @@ def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequenc
         words: all other arguments of the harness, as on its command line.
 
     Raises:
-        RopeExtendError: the tasks are missing.
+        RopeExtendError: the tasks are missing, or there are none of these names.
     """
     if not {"--tasks", "-t", "--config", "-C"} & {word.partition("=")[0] for word in words}:
         raise RopeExtendError("lm-eval needs --tasks, such as --tasks ruler; `lm-eval ls tasks` lists them")
@@ -140,4 +140,9 @@ def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequenc
         known = {"tokenizer": directory, **({"max_seq_lengths": list(lengths)} if lengths else {})}
         arguments.metadata = known | (arguments.metadata or {})
         arguments.model, arguments.model_args = NAME, dict(model) | (arguments.model_args or {})
-        harness.execute(arguments)
+        try:
+            harness.execute(arguments)
+        except ValueError as error:
+            if not str(error).startswith("Tasks not found"):
+                raise
+            raise RopeExtendError(f"{error}; `lm-eval ls tasks` lists them") from error

@@ -13,7 +13,7 @@ from rope_extend.encodings import composed_name
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.files import is_private, public_name
+from rope_extend.files import expand_home, is_private, public_name
 from rope_extend.units import format_length
 
 _NAMELESS = re.compile(
@@ -63,7 +63,7 @@ def model_name(name: str) -> str:
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         names += [stored for stored in [str(config.get("_name_or_path"))] if not is_private(stored)]
-    if directory.parent != Path.home():
+    if directory.parent != Path(expand_home("~")).resolve():
         names.append(directory.parent.name)
     return next((each for each in names if not _NAMELESS.fullmatch(Path(each).name)), public_name(name))
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from rope_extend.files import expand_home
 from rope_extend.report.versions import package_version, versions
 from rope_extend.units import format_bytes
 
@@ -70,7 +71,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _disks(environment: Mapping[str, str]) -> Iterator[Finding]:
-    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(environment.get("HF_HOME") or Path(expand_home("~"), ".cache", "huggingface"))
     for subject, path in (("hub cache", home), ("this directory", Path.cwd())):
         free = shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists())).free
         yield Finding(

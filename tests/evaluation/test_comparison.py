@@ -26,6 +26,7 @@ from rope_extend.evaluation.report_files import read_runs, write_report
 from rope_extend.evaluation.report_parts import comparison_parts
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult, Scores
 from rope_extend.evaluation.statistics import paired_rates
+from rope_extend.report.machine import examine
 from rope_extend.report.page import markdown
 
 FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
@@ -203,6 +204,20 @@ def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "SmolLM2" / "model" / "config.json").write_text("[")
     assert model_name(str(tmp_path / "SmolLM2" / "model")) == "SmolLM2"
     assert model_name("owner/name") == "owner/name"
+
+
+def test_a_model_in_a_home_directory_is_not_called_by_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user" / "model").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("user")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert model_name(str(tmp_path / "home" / "model")) == "model"
+    # A user of a container may have none.
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert model_name(str(tmp_path / "user" / "model")) == "user"
+    assert examine({})
 
 
 def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:

@@ -120,6 +120,9 @@ def test_the_command_gives_the_number_of_our_evaluator(
     )
     main(["lm-eval", *model, "--tasks", "mine", "--include_path", str(tmp_path),
           "--output_path", str(tmp_path / "out")])  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["lm-eval", *model, "--tasks", "no-such-task"])
+    assert "Tasks not found: no-such-task; `lm-eval ls" in capsys.readouterr().err
     (file,) = (tmp_path / "out").rglob("results*.json")
     theirs = math.log(json.loads(file.read_text())["results"]["mine"]["byte_perplexity,none"])
     tokenizer, content = AutoTokenizer.from_pretrained(MODEL_DIR), text.read_text(encoding="utf-8")

@@ -71,12 +71,15 @@ def test_plans_are_json_with_the_numbers_of_the_text(work: Path, capsys: pytest.
     assert plan["work"]
 
 
-@pytest.mark.parametrize("way", [("{},{}",), ("{}", "{}"), ("{} {}",), ("{} , {}",)], ids=" / ".join)
+@pytest.mark.parametrize(
+    "way", [("{},{}",), ("{}", "{}"), ("{} {}",), ("{} , {}",), ("{},", "{},")], ids=" / ".join
+)
 def test_lists_have_commas_or_spaces_and_a_model_may_follow(way: tuple[str, ...]) -> None:
     composed = "resonance(yarn(beta_fast=16, beta_slow=2))"
 
     def written(*pair: str) -> list[str]:
-        return list(pair) if len(way) == 2 else [way[0].format(*pair)]
+        each = zip(way, pair, strict=True) if len(way) == 2 else ()
+        return [part.format(value) for part, value in each] or [way[0].format(*pair)]
 
     for name, pair, values in (
         ("lengths", ("4k", "8192"), (4096, 8192)),
