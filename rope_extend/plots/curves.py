@@ -109,7 +109,7 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     beyond = f"beyond {format_length(control.window)} tokens"
     subtitle = f"{WITH_CROPPED}; {gain.documents} document{'s' * (gain.documents > 1)}"
     if control.is_weak:
-        return row, "Loss by position", f"{subtitle}; this control, {control.protocol}, is too weak"
+        return row, "Perplexity by position", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
         label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle

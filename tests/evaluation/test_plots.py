@@ -153,7 +153,7 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     # A gain over the weak control of earlier versions is no finding.
     weak = replace(control, result=replace(control.result, protocol="cropped-half"))
     plots.plot_loss_by_position([weak, better], tmp_path / "f.png")
-    assert drawn.pop().axes.get_title(loc="left") == "Loss by position"
+    assert drawn.pop().axes.get_title(loc="left") == "Perplexity by position"
     # The row that is nearest to its control is in the picture, and one far above is named as such.
     above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
     plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")
