@@ -100,14 +100,15 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     """
 
     def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
-        gain, _ = each
-        finite = math.isfinite(gain.nats)
-        return not (finite and gain.clear and gain.nats < 0), gain.nats if finite else math.inf
+        gain, row = each
+        finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak
+        return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)} tokens"
-    subtitle = f"{WITH_CROPPED}; {gain.documents} document{'s' * (gain.documents > 1)}"
+    before = " before training" if row.adapter and not controls[id(row)].adapter else ""
+    subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{'s' * (gain.documents > 1)}"
     if control.is_weak:
         return row, "Perplexity by position", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:

@@ -154,6 +154,9 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     weak = replace(control, result=replace(control.result, protocol="cropped-half"))
     plots.plot_loss_by_position([weak, better], tmp_path / "f.png")
     assert drawn.pop().axes.get_title(loc="left") == "Perplexity by position"
+    # As in the verdict: without a trained control, the gain has that of training in it.
+    plots.plot_loss_by_position([control, replace(better, adapter="b")], tmp_path / "g.png")
+    assert any("context before training; 3" in text.get_text() for text in drawn.pop().axes.texts)
     # The row that is nearest to its control is in the picture, and one far above is named as such.
     above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
     plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")
