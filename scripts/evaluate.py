@@ -56,11 +56,12 @@ def main(args: argparse.Namespace) -> None:
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["row", *lengths])
-        writer.writerows([label, *(f"{row.ppl[n]:.4f}" for n in lengths)] for label, row in rows.items())
+        for label, row in rows.items():  # beyond its window, a control may score some of the targets only
+            writer.writerow([label, *(f"{row.levels[n]:.4f}" if n in row.levels else "" for n in lengths)])
     print((output / "table.csv").read_text(), end="")
 
     for label, row in rows.items():
-        plt.plot(lengths, [row.ppl[n] for n in lengths], marker="o", label=label)
+        plt.plot(list(row.levels), list(row.levels.values()), marker="o", label=label)
     plt.axvline(window, color="grey", linestyle=":", label="trained window")
     plt.xscale("log", base=2)
     plt.xlabel("context length in tokens")

@@ -89,7 +89,7 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["row", "measured", "length", "value", "low", "high", "of", "document"])
     for row in rows:
-        for length, value in row.result.ppl.items():
+        for length, value in row.result.levels.items():
             ends = row.result.interval(length) or ("", "")
             writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents, ""])
         for task in row.retrieval.tasks:

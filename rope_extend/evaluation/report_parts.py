@@ -87,7 +87,7 @@ def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
     rows = [row for row in rows if row.result]
     if not rows:
         raise RopeExtendError("no rows with a perplexity to report")
-    values = {row.label: {length: number(value) for length, value in row.result.ppl.items()} for row in rows}
+    values = {row.label: {n: number(row.result.levels.get(n)) for n in row.result.ppl} for row in rows}
     return Section("Perplexity", _by_length(values), _notes(rows))
 
 
@@ -170,7 +170,8 @@ def _control_note(result: PerplexityResult) -> str:
     if result.protocol != "cropped":
         return f"{seen}. {PROTOCOLS[result.protocol].flaw}"
     share = result.between(window, longest)[1].sum() / (result.documents * max(1, longest - window))
-    return f"{seen}. Beyond them, {share:.0%} of the targets are scored, spread evenly: they stand for all."
+    scored = f"{seen}. Beyond them, {share:.0%} of the targets are scored, spread evenly"
+    return f"{scored}." if longest in result.levels else f"{scored}; other rows are compared on these."
 
 
 def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared") -> list[Section]:
@@ -181,7 +182,7 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared
     for pair in comparisons:
         name = pair.second.label if len({each.first.label for each in comparisons}) == 1 else pair.label
         for change in [] if pair.beyond else pair.differences:
-            values = [number(row.result.ppl[change.length]) for row in (pair.first, pair.second)]
+            values = [number(row.result.levels.get(change.length)) for row in (pair.first, pair.second)]
             ends = [signed(change.nats), interval(change.low, change.high)]
             losses.append([name, format_length(change.length), *values, f"{change.ratio:.4f}", *ends])
         for task, length, rates in pair.changes:

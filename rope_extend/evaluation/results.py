@@ -162,6 +162,18 @@ class PerplexityResult(_FromPlain):
         """First position of each block, and the end of the last; the measured lengths are among them."""
         return np.append(np.union1d(block_starts(self.ppl), np.array(self.edges, np.int64)), self.max_length)
 
+    @property
+    def levels(self) -> dict[int, float]:
+        """`ppl` at the lengths up to which every target was scored.
+
+        A control may score some of the targets beyond its window. They may be easier or harder than all, so
+        their perplexity is only compared on the same targets, by `against`.
+        """
+        if self.protocol != "cropped":
+            return dict(self.ppl)
+        all_of = {length: self.documents * (length - 1) for length in self.ppl}
+        return {n: value for n, value in self.ppl.items() if self.tokens.get(n, 0) >= all_of[n]}
+
     def between(self, start: int, stop: int) -> tuple[Floats, Counts]:
         """The sum of each document's losses at positions `start … stop−1` in nats, and their number.
 

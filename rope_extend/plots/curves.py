@@ -40,7 +40,7 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     canvas = Canvas(path, "Perplexity against length", room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
-        lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
+        lengths, values = np.array(sorted(row.result.levels.items()), dtype=np.float64).reshape(-1, 2).T
         draw_line(axes, lengths, values, **style)
     perplexity_axis(axes)
     length_axis(axes, sorted({length for row in rows for length in row.result.ppl}), "length, tokens")

@@ -306,3 +306,19 @@ def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: P
     assert not torch.allclose(own, dynamic, atol=1e-4)
     with pytest.raises(PatchError, match="use as-is"):
         Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))
+
+
+def test_a_sampled_control_shows_no_perplexity_over_other_targets(tmp_path: Path) -> None:
+    """Its targets may be easier than all: only ratios on the same targets say how it compares."""
+    model = tiny()
+    rows = [
+        measured("none", "none", model, control_blocks=3),
+        measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED, blocks=3),
+    ]
+    control = rows[1].result
+    assert control.levels == {16: control.ppl[16], 32: control.ppl[32]}
+    assert rows[0].result.levels == rows[0].result.ppl
+    line = next(each for each in markdown_report(rows).splitlines() if each.startswith("| none, cropped"))
+    assert line.split("|")[-2].strip() == "–"
+    every = measured("all", "none", model, protocol="cropped", window=TRAINED, blocks=16).result
+    assert every.levels == every.ppl

@@ -286,7 +286,7 @@ def test_the_csv_has_every_number_and_the_gain_of_each_document() -> None:
     rows, lines = rows_of(cells), [*csv.DictReader(csv_table(rows_of(cells)).splitlines())]
     levels = [line for line in lines if line["measured"] == "perplexity"]
     assert [(line["row"], int(line["length"]), float(line["value"])) for line in levels] == [
-        (row.label, length, ppl) for row in rows for length, ppl in row.result.ppl.items()
+        (row.label, length, ppl) for row in rows for length, ppl in row.result.levels.items()
     ]
     assert all(float(line["low"]) < float(line["value"]) < float(line["high"]) for line in levels)
     found = {
