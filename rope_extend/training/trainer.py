@@ -218,6 +218,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             raise unwritten(final, error) from error
         self.accelerator.wait_for_everyone()
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in `Trainer`, which then saves if `save_strategy` is `best`; a signal also saves other steps."""
+        best: bool = super()._determine_best_metric(metrics, trial)
+        return best or self.steps.agreed != 0
+
     # Steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
