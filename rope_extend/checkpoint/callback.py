@@ -18,7 +18,13 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import LEARNED_FILE, RECORD_NAME
 from rope_extend.models.decoders import unwrap
-from rope_extend.models.parameters import current_learned, read_learned, train_learned, write_learned
+from rope_extend.models.parameters import (
+    current_learned,
+    read_learned,
+    train_learned,
+    whole_learned,
+    write_learned,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +99,10 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         # A function of the model, so that a copy of the model saves the copy.
         model.save_pretrained = MethodType(recording(stock_save(model), self.base_model), model)
 
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Add what the encoding has learned to a checkpoint that holds shards of an adapter."""
+        write_spread(_checkpoint(args, state), model, writes=args.should_save)
+
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Give the encoding what it had learned at the best step, if `Trainer` has loaded that adapter."""
         best, learned = state.best_model_checkpoint, current_learned(model)
@@ -104,6 +114,16 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         if args.should_save:
             write_learned(Path(args.output_dir), model)
             write_record(args.output_dir, Record.of(model, self.base_model))
+
+
+def write_spread(checkpoint: Path, model: Any, *, writes: bool) -> None:
+    """Write what an encoding has learned next to the shards of an adapter, which lack it, as FSDP saves them.
+
+    Every process calls this, and the one that `writes` does so if the file is not there.
+    """
+    spread = whole_learned(model) if is_peft_model(model) else {}
+    if spread and writes and not (checkpoint / LEARNED_FILE).exists():
+        write_learned(checkpoint, model, spread)
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

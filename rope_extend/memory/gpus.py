@@ -65,13 +65,14 @@ Figures with sparsity are halved, and those of RTX cards are with sums in float3
 def find_gpu(text: str) -> Gpu:
     """The GPU of a name, such as `h100` or `RTX 4090`, or one with a given memory, such as `24GB`.
 
-    `8xh100` is eight of them.
+    `8xh100` is eight of them, and `2x8xh100` twice as many.
 
     Raises:
         RopeExtendError: neither a known name nor a size.
     """
     if several := re.fullmatch(r"([1-9]\d*) *x *(.+)", text, re.IGNORECASE):
-        return replace(find_gpu(several[2]), count=int(several[1]))
+        gpu = find_gpu(several[2])
+        return replace(gpu, count=int(several[1]) * gpu.count)
     wanted = _key(text)
     by_key = {key: gpu for gpu in GPUS for key in (_key(gpu.name).removeprefix("rtx"), _key(gpu.name))}
     if wanted in by_key:

@@ -11,6 +11,7 @@ from accelerate.utils.modeling import align_module_device, has_offloaded_params
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rope_extend.encodings import Encoding, ModelShape
 from rope_extend.errors import RopeExtendError
@@ -82,7 +83,10 @@ class LearnedParameters(nn.Module):
             )
         with torch.no_grad():
             for name, value in values.items():
-                parameters[name].copy_(value)
+                own = parameters[name]
+                if isinstance(own, DTensor):  # FSDP spreads it over the processes
+                    value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+                own.copy_(value)
 
 
 def _present(values: Any) -> dict[str, Tensor]:
@@ -126,6 +130,19 @@ def write_learned(directory: Path, model: nn.Module, state: Mapping[str, Tensor]
         }
         values = {name: value.detach().float().contiguous() for name, value in values.items()}
         save_file(values, directory / LEARNED_FILE, metadata={"format": "pt"})
+
+
+def whole_learned(model: nn.Module) -> dict[str, Tensor]:
+    """What the active encoding has learned, as a state dict for `write_learned`, if FSDP spreads it.
+
+    Every process must call this. Empty if FSDP spreads none of it.
+    """
+    learned = learned_parameters(model)
+    return {
+        f"{LEARNED}.{name}": value.full_tensor()
+        for name, value in learned.items()
+        if isinstance(value, DTensor)
+    }
 
 
 def read_learned(directory: Path) -> dict[str, Tensor]:

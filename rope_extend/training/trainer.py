@@ -29,7 +29,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from rope_extend.attention.split_window import current_split
-from rope_extend.checkpoint.callback import SaveEncodingCallback
+from rope_extend.checkpoint.callback import SaveEncodingCallback, write_spread
 from rope_extend.data.documents import fingerprint
 from rope_extend.errors import refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
@@ -204,6 +204,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 super()._save_checkpoint(model, trial)
             finally:
                 args.output_dir, args.save_total_limit = output, keep
+            write_spread(partial / final.name, self.model, writes=args.should_save)
             self.accelerator.wait_for_everyone()
             best = _checkpoint_of(args, self.state.best_global_step or step)
             if self.state.best_global_step and (best == final or best.exists()):
@@ -217,6 +218,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 shutil.rmtree(partial, ignore_errors=True)
             raise unwritten(final, error) from error
         self.accelerator.wait_for_everyone()
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in `Trainer`, which then saves if `save_strategy` is `best`; a signal also saves other steps."""
+        best: bool = super()._determine_best_metric(metrics, trial)
+        return best or self.steps.agreed != 0
 
     # Steps
 

@@ -28,6 +28,7 @@ def test_gpus_by_name_and_by_memory(text: str, name: str, gigabytes: int) -> Non
     assert find_gpu(gpu.name) == gpu
     several = find_gpu(f"8x{text}")
     assert (several.name, several.memory, several.count) == (name, gpu.memory, 8)
+    assert find_gpu(f"2x4x{text}") == several
 
 
 @pytest.mark.parametrize("text", ["1KB", "24GiB", "rtx 4090"])

@@ -259,6 +259,45 @@ def test_spread_weights_train_as_one_process(in_one_process: Callable[..., Recip
     )
 
 
+ANY_TRAINER = """
+import sys
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+import rope_extend as rx
+
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(8 * 12).view(8, 12) % 60]
+
+def train(kind, output, steps, **resume):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    rx.patch_model(model, rx.encoding("t5_bias"), target_length=256)
+    settings = TrainingArguments(
+        output, max_steps=steps, save_steps=2, report_to=[], learning_rate=1e-2, lr_scheduler_type="constant"
+    )
+    callbacks = [rx.SaveEncodingCallback()] if kind is Trainer else []
+    kind(model, settings, train_dataset=rows, callbacks=callbacks).train(**resume)
+    return {name: value.full_tensor() for name, value in model.named_parameters() if value.requires_grad}
+
+for kind in (Trainer, rx.RopeTrainer):
+    whole = train(kind, f"{sys.argv[2]}/whole {kind.__name__}", 4)
+    again = f"{sys.argv[2]}/again {kind.__name__}"
+    train(kind, again, 2)
+    resumed = train(kind, again, 4, resume_from_checkpoint=True)
+    assert any("rope_extend_learned" in name for name in whole)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items()), kind
+"""
+
+
+@pytest.mark.slow
+def test_a_run_of_any_trainer_resumes_from_shards_with_what_its_encoding_learned(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """Trainer saves shards of an adapter without it."""
+    launch(AS_IF_GPUS + ANY_TRAINER, recipe.model, str(tmp_path), where=tmp_path, environment=FSDP)
+
+
 CUT = Sharding(weights=True, parts=2, ranks=2)
 
 

@@ -65,17 +65,26 @@ def test_tokens_are_those_of_the_batches(
     assert [line["tokens"] for line in metrics(tmp_path)] == tokens
 
 
-@pytest.mark.parametrize("strategy", ["steps", "no"])
+WORST = {
+    "eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2,
+    "metric_for_best_model": "eval_loss", "greater_is_better": True, "lr_scheduler_type": "constant",
+}  # fmt: skip
+"""The best is what has the largest loss: the first step."""
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no", "best"])
 def test_an_interrupted_run_has_a_checkpoint_from_which_its_trainer_continues(
     tmp_path: Path, strategy: str
 ) -> None:
-    trainer = made(tmp_path, callbacks=[Stop()], save_strategy=strategy, save_steps=500)
+    changes = WORST if strategy == "best" else {}
+    trainer = made(tmp_path, callbacks=[Stop()], save_strategy=strategy, save_steps=500, **changes)
     with pytest.raises(FinetuneInterrupted) as stopped:
         trainer.train()
     assert stopped.value.checkpoint == checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-2"
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == trainer.progress.step == 4
-    whole = made(tmp_path / "whole", save_strategy="no")
+    assert trainer.state.best_global_step == (1 if changes else None)
+    whole = made(tmp_path / "whole", save_strategy="no", **changes)
     whole.train()
     ours, theirs = trainer.model.state_dict(), whole.model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -97,12 +106,7 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
-    """By the largest loss, which is that of the first step."""
-    trainer = made(
-        tmp_path, eval_dataset=ROWS, eval_strategy="steps", eval_steps=1, learning_rate=1e-2,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
-        save_total_limit=2, lr_scheduler_type="constant",
-    )  # fmt: skip
+    trainer = made(tmp_path, load_best_model_at_end=True, save_total_limit=2, **WORST)
     trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
