@@ -295,15 +295,17 @@ def test_the_csv_has_every_number_and_the_gain_of_each_document() -> None:
         if (line["row"], line["measured"], line["length"])
         == (label, "beyond 8k, divided by none, cropped to 8k", "16384")
     }
-    mean, losses = found.pop(""), {}
-    for cell in cells:
-        sums = cell["result"]["block_nll"][0]  # 256 blocks up to 16k
-        losses[cell["label"], cell["document"]] = math.fsum(sums[len(sums) // 2 :]) / 8192
-    expected = {
-        name: math.exp(losses[label, name] - losses["none, cropped to 8k", name])
-        for row, name in losses
-        if row == label
-    }
+    mean, blocks = found.pop(""), {}
+    for cell in cells:  # 256 blocks up to 16k
+        blocks[cell["label"], cell["document"]] = np.array(
+            [cell["result"]["block_nll"][0], cell["result"]["block_terms"][0]]
+        )[:, 128:]
+    expected = {}
+    for name in {document for _, document in blocks}:
+        control, whole = blocks["none, cropped to 8k", name], blocks[label, name]
+        assert control[1].sum() == 2048  # four blocks of targets
+        difference = (whole[0] - control[0])[control[1] > 0].sum()
+        expected[name] = math.exp(difference / control[1].sum())
     assert found == pytest.approx(expected, rel=1e-9)
     assert len(found) == 16
     assert mean == pytest.approx(math.prod(found.values()) ** (1 / len(found)), rel=1e-9)
