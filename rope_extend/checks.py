@@ -117,7 +117,7 @@ def such(expected: str, is_value: Callable[[Any], bool]) -> Kind:
     return Kind(expected, parse)
 
 
-def whole(minimum: int, maximum: int | None = None, of: str = "") -> Kind:
+def integer(minimum: int, maximum: int | None = None, of: str = "") -> Kind:
     """Whole numbers `of` something within bounds, both included."""
 
     def parse(value: Any) -> int:

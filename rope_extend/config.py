@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 
-from rope_extend.checks import Checked, Kind, field_hints, or_word, require, whole
+from rope_extend.checks import Checked, Kind, field_hints, integer, or_word, require
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.method_names import encoding_file, method_names
@@ -110,8 +110,8 @@ def _parameters(value: Any) -> dict[str, Any]:
 TEXT = Kind("text", _text, plain=True)
 PATH = Kind("a path", _path, plain=True)
 MODEL = Kind("a path or a hub id", _path, plain=True)
-COUNT = whole(0)
-POSITIVE_COUNT = whole(1)
+COUNT = integer(0)
+POSITIVE_COUNT = integer(1)
 LENGTH = Kind("a number of tokens, such as 32768 or 32k", parse_length)
 LENGTHS = Kind("a list of token counts, such as [4k, 8k]", _lengths, item=parse_length)
 DURATION = Kind("a duration, such as 30min or 2h", parse_duration, plain=True)

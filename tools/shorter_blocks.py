@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from rope_extend.checks import whole
+from rope_extend.checks import integer
 from rope_extend.data.blocks import block_starts, cut_blocks
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.data.mixing import block_index
@@ -81,8 +81,8 @@ def write(asked: argparse.Namespace) -> None:
         length % short > 0 or length == short,
         f"--length must be a multiple of --short, {short:,} tokens; got {length:,}",
     )
-    whole(1)("shorter_blocks", "--blocks", asked.blocks)
-    whole(0, 2**31)("shorter_blocks", "--seed", asked.seed)
+    integer(1)("shorter_blocks", "--blocks", asked.blocks)
+    integer(0, 2**31)("shorter_blocks", "--seed", asked.seed)
     output = Path(expand_home(asked.output))
     refuse_if(output.suffix != ".jsonl", f"--output must end in .jsonl; got {asked.output}")
     refuse_if(os.path.lexists(output), f"{output} exists; give another --output, or remove it")

@@ -21,7 +21,7 @@ from rope_extend.checkpoint.manifest import config_digests, locate, read_json, w
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
-from rope_extend.checks import Checked, such, whole
+from rope_extend.checks import Checked, integer, such
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_json
@@ -82,7 +82,7 @@ class Record(Checked):
 
     encoding: Encoding
     shape: RopeShape
-    target_length: Annotated[int, whole(1)]
+    target_length: Annotated[int, integer(1)]
     model_type: Annotated[str, _TEXT]
     base_model: Annotated[str | None, _NAME] = None
     base_fingerprint: Annotated[str | None, _TEXT] = None

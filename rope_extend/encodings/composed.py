@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.checks import FLAG, number, whole
+from rope_extend.checks import FLAG, integer, number
 from rope_extend.encodings.core.rope import RopeEncoding, attribute_of, inner_schedule, log_n_scale
 from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape
 from rope_extend.encodings.static import PlainRope
@@ -103,7 +103,7 @@ class Clipped(ComposedRope):
         hard: set all n to frequency zero, as in the paper's comparison.
     """
 
-    channels: Annotated[int | None, whole(1, MAX_DIM)] = None
+    channels: Annotated[int | None, integer(1, MAX_DIM)] = None
     hard: Annotated[bool, FLAG] = False
 
     name: ClassVar[str] = "clipped"

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.checks import FLAG, choice, whole
+from rope_extend.checks import FLAG, choice, integer
 from rope_extend.encodings.core.alternatives import BiasEncoding, LearnedValues
 from rope_extend.encodings.core.shapes import ModelShape, check_length
 from rope_extend.encodings.core.transfers import to_device
@@ -55,8 +55,8 @@ class T5Bias(BiasEncoding):
         max_distance: the distance in tokens from which all distances are in the last range.
     """
 
-    buckets: Annotated[int, whole(2, 4096)] = 32
-    max_distance: Annotated[int, whole(2, 2**24)] = 128
+    buckets: Annotated[int, integer(2, 4096)] = 32
+    max_distance: Annotated[int, integer(2, 2**24)] = 128
 
     name: ClassVar[str] = "t5_bias"
     paper: ClassVar[str] = "1910.10683"
@@ -150,7 +150,7 @@ class FIRE(BiasEncoding):
         per_layer: whether each layer learns its own f, c and L, as in the paper; False is its FIRE-S.
     """
 
-    width: Annotated[int, whole(1, 4096)] = 32
+    width: Annotated[int, integer(1, 4096)] = 32
     per_layer: Annotated[bool, FLAG] = True
 
     name: ClassVar[str] = "fire"
@@ -219,7 +219,7 @@ class Sandwich(BiasEncoding):
         dim: number of channels of the sinusoidal vectors, even.
     """
 
-    dim: Annotated[int, whole(2, 65_536)] = 128
+    dim: Annotated[int, integer(2, 65_536)] = 128
 
     name: ClassVar[str] = "sandwich"
     paper: ClassVar[str] = "2212.10356"

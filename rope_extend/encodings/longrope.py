@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.checks import number, whole
+from rope_extend.checks import integer, number
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import (
     MAX_FACTOR,
@@ -57,7 +57,7 @@ class LongRoPE(ScaledRope):
 
     long_factor: Annotated[tuple[float, ...], _divisors]
     short_factor: Annotated[tuple[float, ...] | None, _divisors] = None
-    start_tokens: Annotated[int, whole(0, MAX_LENGTH)] = 0
+    start_tokens: Annotated[int, integer(0, MAX_LENGTH)] = 0
     attention_scale: Annotated[float | None, number(0, 100, above=True)] = None
     mscale_all_dim: Annotated[float | None, number(0, 100, above=True)] = None
 

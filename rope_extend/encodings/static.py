@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.checks import FLAG, choice, number, or_word, whole
+from rope_extend.checks import FLAG, choice, integer, number, or_word
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import MAX_DIM, RopeShape, critical_range
 from rope_extend.errors import RopeExtendError
 
 TURNS = number(0, 1e6, above=True)
 """Turns of a channel pair within the trained window, where a ramp between two schedules starts or ends."""
-CRITICAL = or_word(whole(1, MAX_DIM), "theoretical")
+CRITICAL = or_word(integer(1, MAX_DIM), "theoretical")
 """The index of a channel pair, or the theoretical critical pair, see `critical_range`."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_extend.checks import Kind, number, require, such, whole
+from rope_extend.checks import Kind, integer, number, require, such
 from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 
@@ -197,10 +197,10 @@ def _each(kind: Kind) -> Kind:
 _NAME = such("a short name", lambda value: re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None)
 _FLAG = such("true or false", lambda value: value in (False, True))
 _FACTOR = such("0 or a factor", lambda value: value == 0 or number(1, MAX_FACTOR).parse(value) >= 1)
-_COUNT, _EPSILON, _SCALE = whole(0, 2**32 - 1), number(0, 1, above=True), number(0, MAX_FACTOR)
+_COUNT, _EPSILON, _SCALE = integer(0, 2**32 - 1), number(0, 1, above=True), number(0, MAX_FACTOR)
 _KEYS: Mapping[str, Kind] = {
     "general.architecture": _NAME, "general.type": _NAME, "general.name": _text(10_000),
-    "general.alignment": whole(1, 2**20), "split.count": _COUNT,
+    "general.alignment": integer(1, 2**20), "split.count": _COUNT,
     "tokenizer.ggml.model": _NAME, "tokenizer.ggml.pre": _NAME,
     "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _each(_text(1024)),
     "tokenizer.ggml.merges": _each(_text(2048)), "tokenizer.ggml.scores": _each(number(-1e30)),
@@ -211,12 +211,12 @@ _KEYS: Mapping[str, Kind] = {
 }  # fmt: skip
 """The values of keys that are the same for all architectures."""
 _OF_ARCHITECTURE: Mapping[str, Kind] = {
-    "context_length": whole(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
-    "rope.dimension_count": whole(2, MAX_DIM),
+    "context_length": integer(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
+    "rope.dimension_count": integer(2, MAX_DIM),
     "rope.freq_base": number(1, above=True),
     "rope.scale_linear": _FACTOR, "rope.scaling.factor": _FACTOR, "rope.scaling.type": _NAME,
     "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
-    "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
+    "rope.scaling.original_context_length": integer(0, MAX_LENGTH),
 }  # fmt: skip
 """The values of keys below the architecture's name."""
 _SIZES = (
@@ -254,9 +254,9 @@ def _check(path: Path, metadata: Metadata) -> None:
         )
     if not metadata.embeds:
         raise RopeExtendError(f"{path.name} holds no model: it lacks {_EMBEDDING}. {ADVICE}")
-    checks: dict[str, Kind] = {**_OF_ARCHITECTURE, "block_count": whole(1, max(1, metadata.blocks))}
+    checks: dict[str, Kind] = {**_OF_ARCHITECTURE, "block_count": integer(1, max(1, metadata.blocks))}
     for key in _SIZES:
-        size = whole(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
+        size = integer(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
         by_layer = key in _BY_LAYER and isinstance(metadata.of_architecture(key), list)
         checks[key] = _each(size) if by_layer else size
     _check_keys(path, {f"{architecture}.{key}": check for key, check in checks.items()}, keys)

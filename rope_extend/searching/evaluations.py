@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from rope_extend.checks import number, require, whole
+from rope_extend.checks import integer, number, require
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
@@ -213,7 +213,7 @@ class Evaluator:
             require(losses.keys() >= set(map(str, self.lengths)))
             self.losses[table, name] = {
                 int(length): Loss(
-                    math.inf if total is None else _number(total, -math.inf), int(whole(1).parse(terms))
+                    math.inf if total is None else _number(total, -math.inf), int(integer(1).parse(terms))
                 )
                 for length, (total, terms) in losses.items()
             }

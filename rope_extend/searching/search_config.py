@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from rope_extend.checks import FLAG, choice, number, whole
+from rope_extend.checks import FLAG, choice, integer, number
 from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
 from rope_extend.errors import refuse_if
 from rope_extend.evaluation.evaluation_config import (
@@ -104,10 +104,10 @@ class SearchConfig(Config):
         "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
-    population: Annotated[int, whole(4), "first candidates (default: 64)"] = BY_TARGET
+    population: Annotated[int, integer(4), "first candidates (default: 64)"] = BY_TARGET
     mutants: Annotated[int, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = BY_TARGET
     crossovers: Annotated[int, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = BY_TARGET
-    parents: Annotated[int, whole(2), "best candidates that are kept (default: 32)"] = BY_TARGET
+    parents: Annotated[int, integer(2), "best candidates that are kept (default: 32)"] = BY_TARGET
     iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: TrainedLength = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from rope_extend.checks import FLAG, Kind, choice, number, whole
+from rope_extend.checks import FLAG, Kind, choice, integer, number
 from rope_extend.config import (
     AUTO,
     COUNT,
@@ -227,7 +227,9 @@ class Recipe(Config):
         "dtype of computation and of the frozen weights; trained weights are float32. auto is bfloat16 on a "
         "GPU that supports it, and float32 elsewhere",
     ] = "auto"
-    seed: Annotated[int, whole(0, 2**31), "seed of the LoRA matrices, the order of the data, and dropout"] = 0
+    seed: Annotated[
+        int, integer(0, 2**31), "seed of the LoRA matrices, the order of the data, and dropout"
+    ] = 0
     eval_data: Annotated[str | tuple[str, ...] | None, SOURCES, "documents to evaluate on during the run"] = (
         None
     )

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from rope_extend.checks import Checked, number, whole
+from rope_extend.checks import Checked, integer, number
 from rope_extend.errors import RopeExtendError
 
 MAX_FACTOR = 65_536.0
@@ -25,7 +25,7 @@ ZERO_FREQUENCY = 1e-20
 """Radians per token. A channel pair below this frequency does not rotate."""
 ZERO_FREQUENCY_DIVISOR = 1e28
 """The divisor that stands for frequency zero in `longrope` lists. No position makes the angle visible."""
-check_length: Callable[[str, str, object], int] = whole(1, MAX_LENGTH, " of tokens")
+check_length: Callable[[str, str, object], int] = integer(1, MAX_LENGTH, " of tokens")
 """Lengths of texts and windows."""
 
 
@@ -39,7 +39,7 @@ class RopeShape(Checked):
         trained_length: the window the model was pretrained on, in tokens.
     """
 
-    dim: Annotated[int, whole(2, MAX_DIM)]
+    dim: Annotated[int, integer(2, MAX_DIM)]
     theta: Annotated[float, number(1, above=True)]
     trained_length: Annotated[int, check_length]
 
@@ -134,7 +134,7 @@ class ModelShape(Checked):
         head_dim: channels of a query and of a key.
     """
 
-    heads: Annotated[int, whole(1, MAX_LENGTH)]
-    hidden_size: Annotated[int, whole(1, MAX_LENGTH)]
+    heads: Annotated[int, integer(1, MAX_LENGTH)]
+    hidden_size: Annotated[int, integer(1, MAX_LENGTH)]
     trained_length: Annotated[int, check_length]
-    head_dim: Annotated[int, whole(1, MAX_LENGTH)] = 64
+    head_dim: Annotated[int, integer(1, MAX_LENGTH)] = 64
