@@ -17,6 +17,12 @@ class PatchError(RopeExtendError):
     """A patch cannot be applied, would change nothing, or is not removed in reverse order."""
 
 
+def followed_by(text: str, advice: str) -> str:
+    """The text of an error and a further sentence; a question keeps its mark, and has no full stop."""
+    text = text.rstrip(".!")
+    return f"{text} {advice}" if text.endswith("?") else f"{text}. {advice}"
+
+
 def refuse_if(wrong: bool, problem: str) -> None:
     """Refuse what a user gave: `problem` says what is wrong, what was given, and what to do.
 

@@ -97,7 +97,7 @@ def load(
     base_model, revision = record.base(directory, base_model, given)
     if revision is not None:
         from_pretrained_options["revision"] = revision
-    hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
+    hint = f"{directory / RECORD_NAME} names this base model; give base_model= if it has moved"
     base = load_base(base_model, directory, hint, **from_pretrained_options)
     return attach(base, directory, record, check_base=check_base)
 

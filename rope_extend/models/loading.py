@@ -26,7 +26,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, followed_by
 from rope_extend.files import expand_home
 from rope_extend.models.families import family_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
@@ -57,7 +57,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     Args:
         auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
         name: a checkpoint's directory or hub id, or a GGUF file.
-        hint: added to the error message.
+        hint: a sentence without its full stop, added to the error message.
         kwargs: as `from_pretrained` takes them.
 
     Raises:
@@ -67,12 +67,13 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     if auto is not GenerationConfig:
         kwargs["trust_remote_code"] = False  # if unset, transformers asks on the terminal
     what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
-    advice = f"Give a hub id, or a directory with a transformers checkpoint (seen from {Path.cwd()}){hint}"
+    advice = f"Give a hub id, or a directory with a transformers checkpoint (seen from {Path.cwd()})"
+    advice = followed_by(advice, hint) if hint else advice
     with one_error(f"cannot load the {what} of {name!r}", advice):
         try:
             check_checkpoint(str(name), **{key: kwargs[key] for key in ACCESS if key in kwargs})
         except RopeExtendError as error:
-            raise RopeExtendError(f"{str(error).rstrip('.')}{hint}" if hint else str(error)) from error
+            raise RopeExtendError(followed_by(str(error), hint) if hint else str(error)) from error
         if (path := gguf_file(name)) is not None:
             with one_error(f"cannot load the {what} of {name!r}", ADVICE):
                 return _from_gguf(auto, path, **kwargs)
@@ -153,7 +154,7 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = f"{what}: {kind}{' '.join(str(error).split())}"
-        raise RopeExtendError(f"{reason.rstrip('.!')}. {advice}" if advice else reason) from error
+        raise RopeExtendError(followed_by(reason, advice) if advice else reason) from error
 
 
 def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, followed_by
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG, DOWNLOADED
 
@@ -137,10 +137,9 @@ def local_directory(
         check_checkpoint(name, **access)
         return Path(snapshot_download(name, **{"allow_patterns": list(DOWNLOADED), **options}))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        advice = f"{str(error).rstrip('.')}. {f'Give {argument} a' if argument else 'Give a'}"
-        raise RopeExtendError(
-            f"cannot find the {kind} {name!r}: {advice} hub id, or a directory with a checkpoint"
-        ) from error
+        given = f"{argument} a" if argument else "a"
+        advice = followed_by(str(error), f"Give {given} hub id, or a directory with a checkpoint")
+        raise RopeExtendError(f"cannot find the {kind} {name!r}: {advice}") from error
 
 
 def base_name(name: str, revision: str | None) -> str:

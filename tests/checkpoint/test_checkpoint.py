@@ -59,8 +59,9 @@ def test_the_adapter_goes_onto_a_model_that_is_already_loaded(checkpoints: Path,
 
 @pytest.mark.parametrize("directory", ["adapter"], indirect=True)
 def test_a_base_that_moved_is_named(directory: Path, checkpoints: Path) -> None:
-    write_record(directory, replace(read_record(directory), base_model=str(directory.parent / "moved")))
-    with pytest.raises(RopeExtendError, match="give base_model= if it has moved"):
+    write_record(directory, replace(read_record(directory), base_model=str(checkpoints / "bases")))
+    said = r"Did you mean '.*base'\? \S*rope_extend\.json names .*; give base_model= if it has moved"
+    with pytest.raises(RopeExtendError, match=said):
         load(directory)
     expected = logits(load(checkpoints / "adapter"))
     assert torch.equal(logits(load(directory, base_model=str(checkpoints / "base"))), expected)

@@ -21,7 +21,7 @@ from rope_extend.cli.main import COMMANDS, main, parse
 from rope_extend.cli.measure import model_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
-from rope_extend.models.locating import check_path, is_path
+from rope_extend.models.locating import check_path, is_path, local_directory
 from rope_extend.report.machine import OPTIONAL, examine
 from rope_extend.units import format_bytes
 
@@ -160,6 +160,8 @@ def test_a_mistyped_path_names_the_nearest_directory(tmp_path: Path) -> None:
     for name in (f"{tmp_path}/runs/yran", f"{tmp_path}/runs/yran/"):
         with pytest.raises(RopeExtendError, match=r"no such directory.*Did you mean '.*runs/yarn'"):
             check_path(name)
+        with pytest.raises(RopeExtendError, match=r"Did you mean '.*runs/yarn'\? Give a hub id, or"):
+            local_directory(name)
     with pytest.raises(RopeExtendError, match="no file can be called"):
         check_path(f"{tmp_path}/{'x' * 5000}")
     for name in ("gpt2", "meta-llama/Llama-3.1-8B", str(tmp_path / "runs"), "owner/name.v2"):
