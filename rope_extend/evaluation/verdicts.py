@@ -181,7 +181,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
         return f"The longer context is of use, certainly: {said}."
     if worse or (useful is False and not math.isfinite(change.ratio)):
         return f"The longer context is of no use: {said}."
-    return f"No use of the longer context is certain: {said}."
+    return f"It is not certain that the longer context is of use: {said}."
 
 
 def _gain(comparison: Comparison) -> Criterion:
@@ -205,7 +205,7 @@ def _gain(comparison: Comparison) -> Criterion:
     if control.result.is_weak and change.nats < 0:
         return Criterion(f"{words}; but the control, {control.result.protocol}, is too weak", None)
     if change.certain is None and (change.nats < 0 or not change.clear):
-        return Criterion(f"{words}; {FEWEST_TO_DECIDE} documents decide", None)
+        return Criterion(f"{words}; give at least {FEWEST_TO_DECIDE} documents", None)
     return Criterion(words, bool(change.certain))
 
 

@@ -80,8 +80,8 @@ def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, a
     ("nats", "half", "documents", "certain", "said", "met"),
     [
         (-0.03, 0.02, 6, False, "too uncertain for a success", False),
-        (-0.01, 0.02, 3, None, "which may be chance; 5 documents decide", None),
-        (0.01, 0.02, 3, None, "which may be chance; 5 documents decide", None),
+        (-0.01, 0.02, 3, None, "which may be chance; give at least 5 documents", None),
+        (0.01, 0.02, 3, None, "which may be chance; give at least 5 documents", None),
         (0.05, 0.02, 3, None, "higher (3.0 to 7.3)", False),
         (-0.05, None, 2, None, "lower (too few documents for an interval)", None),
     ],
@@ -230,8 +230,8 @@ def test_the_sentence(rows: list[EvaluationRow], missing: list[str], said: str) 
          "perplexity of 5 documents is 10.5 % higher (10.5 to 10.5)."),
         (NAN, 5, "The longer context is of no use: from 32 to 64, compared with a cropped context, "
          "perplexity of 5 documents is not finite."),
-        (0.9, 2, "No use of the longer context is certain: from 32 to 64, compared with a cropped context, "
-         "perplexity of 2 documents is 9.5 % lower (too few documents for an interval)."),
+        (0.9, 2, "It is not certain that the longer context is of use: from 32 to 64, compared with a "
+         "cropped context, perplexity of 2 documents is 9.5 % lower (too few documents for an interval)."),
     ],
 )  # fmt: skip
 def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> None:
