@@ -24,9 +24,13 @@ parser.add_argument("--base-model", help="the model before its extension (defaul
 parser.add_argument("--control-adapter", help="control: an adapter of the same training in the old window")
 parser.add_argument("--documents", type=int, default=16)
 parser.add_argument("--output", default="evaluation", help="directory for table and picture")
+parser.add_argument("--overwrite", action="store_true", help="replace table and picture in --output")
 
 
 def main(args: argparse.Namespace) -> None:
+    output = Path(args.output)
+    if output.is_dir() and any(output.iterdir()) and not args.overwrite:
+        parser.error(f"{output} already holds files; use another directory, or --overwrite to replace them")
     lengths = rx.parse_lengths(args.lengths)
     base = args.base_model or rx.base_model_of(args.model)
     window = rx.info(base).current_length
@@ -35,7 +39,6 @@ def main(args: argparse.Namespace) -> None:
         parser.error(f"the control {args.control_adapter} was trained beyond the old window, {window}")
     if lengths[-1] > window:  # at its own window, both rows keep losses in the blocks of the control
         lengths = sorted({window, *lengths})
-    output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
 
     tokenizer = rx.load_tokenizer(args.model)
@@ -46,6 +49,9 @@ def main(args: argparse.Namespace) -> None:
         if args.method:
             rx.extend(model, lengths[-1], args.method)
     patch = rx.current_patch(model)
+    reach = patch.target_length if patch else rx.info(model).current_length
+    if lengths[-1] > reach:
+        print(f"{lengths[-1]} tokens exceed the window of {reach} tokens, so expect nonsense after it")
     rows = {str(patch.encoding) if patch else "unpatched": rx.perplexity(model, documents, lengths)}
     del model, patch
     if lengths[-1] > window:  # the model before its extension, which may do harm within the window too

@@ -10,9 +10,10 @@ import argparse
 from pathlib import Path
 
 from peft import LoraConfig, get_peft_model
-from transformers import TrainingArguments, default_data_collator, set_seed
+from transformers import AutoConfig, TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
+from rope_extend.models.loading import pretrained
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="directory, GGUF file or hub id of a causal language model")
@@ -39,6 +40,7 @@ def main(args: argparse.Namespace) -> None:
     length = rx.parse_lengths(args.block_length or args.target_length)[0]
     set_seed(0)
 
+    pretrained(AutoConfig, args.model)  # refuses an adapter, which is to be merged first
     tokenizer = rx.load_tokenizer(args.model)
     rx.extend(rx.load_any(args.model, empty=True), args.target_length, args.method)  # finds mistakes at once
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)

@@ -69,11 +69,13 @@ def test_training_replaces_nothing(flags: list[str], said: str, scripts: Scripts
 
 MISTAKES = {
     "an extension": (f"{FINETUNE} MODEL DATA --target-length 16", "must exceed the trained window"),
+    "an adapter": (f"{FINETUNE} BEYOND DATA --target-length 128", "Merge it first: rope-extend merge"),
     "no step": (f"{FINETUNE} MODEL DATA --target-length 64 --steps 0", "must be at least 1"),
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
     "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "File exists"),
+    "an output in use": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA", "already holds files"),
     "short text": (f"{EVALUATE} MODEL DATA --lengths 4k", "no document of at least 4,096 tokens"),
     "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
     "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
@@ -129,20 +131,21 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     """Trained, measured and generated from; the control is the model before."""
     run, data, table = tmp_path / "run", work / "data", tmp_path / "out" / "table.csv"
     run.mkdir()  # as a run that failed leaves it
-    scripts.run(FINETUNE, subject, data, "--target-length", 64, "--steps", 2, "--output", run)
+    scripts.run(FINETUNE, subject, data, "--target-length", 48, "--steps", 2, "--output", run)
     words = [data, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
     said = scripts.run(EVALUATE, run, *words).splitlines()
+    assert "64 tokens exceed the window of 48 tokens, so expect nonsense after it" in said
     head, ours, control = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
-    assert (ours[0], control[0]) == ("yarn(factor=2)", f"{subject.name}, context cropped to {TRAINED}")
-    assert said[-1].startswith("No use of the longer context is certain: from 32 to 64, ")  # two documents
+    assert (ours[0], control[0]) == ("yarn(factor=1.5)", f"{subject.name}, context cropped to {TRAINED}")
+    assert said[-1].startswith("It is not certain that the longer context is of use: from 32 to 64, ")
     documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
     of_control(control, LoadOptions(device="cpu").load(str(subject)), documents, 16, 32, 64)
     assert "tokens of prompt" in scripts.run(GENERATE, run, data / "a.txt", "--max-new-tokens", 3)
     if subject.is_dir():  # merged weights are no control; their record has no path to the base model
         merged = rx.merge(run, tmp_path / "merged")
-        assert f"no directory '{subject.name}'" in scripts.fail(EVALUATE, merged, *words)
-        scripts.run(EVALUATE, merged, *words, "--base-model", subject)
+        assert f"no directory '{subject.name}'" in scripts.fail(EVALUATE, merged, *words, "--overwrite")
+        scripts.run(EVALUATE, merged, *words, "--base-model", subject, "--overwrite")
         assert list(csv.reader(table.open()))[2] == control
     extended = [GENERATE, subject, data / "a.txt", "--method", "yarn", "--target-length", "2k"]
     assert "expect nonsense" not in scripts.run(*extended, "--max-new-tokens", 3)
@@ -155,6 +158,8 @@ def test_the_control_may_have_the_same_training(
     control, words = plain_adapters[0], [EVALUATE, work / "model", work / "data", "--output", tmp_path]
     said = scripts.run(*words, "--lengths", 600, "--method", "linear")  # blocks of losses of 4, and of W/16
     assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
+    assert "nonsense" not in said
+    words.append("--overwrite")
     scripts.run(*words, "--lengths", 64, "--method", "linear", "--control-adapter", control)
     row = list(csv.reader((tmp_path / "table.csv").open()))[-1]
     assert row[0] == f"{Path(control).name}, context cropped to {TRAINED}"
