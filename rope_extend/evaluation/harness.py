@@ -5,6 +5,7 @@ The harness is an optional package: `pip install 'rope_extend[lm-eval]'`. Import
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions, input_device
 from rope_extend.patching import current_patch, extend
 
+logger = logging.getLogger(__name__)
+
 NAME = "rope_extend"
 """The name of the model in the harness."""
 Request = tuple[tuple[str, str], list[int], list[int]]
@@ -43,7 +46,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
         method: extend the model by this method, without training, to `target_length`.
         max_length: the window in tokens; by default that of the model.
         device: such as `cpu`; the harness' default, its first GPU, leaves the choice to `load_any`.
-        more: as `HFLM` takes them.
+        more: as `HFLM` takes them. Without BOS and EOS, `prefix_token_id` is a line break by default.
     """
 
     def __init__(
@@ -67,8 +70,15 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
             extend(model, target_length, method)
         patch = current_patch(model)
         window = max_length or (patch.target_length if patch else current_window(unwrap(model).config))
-        super().__init__(model, tokenizer=load_tokenizer(pretrained), max_length=window, **more)
+        tokenizer = load_tokenizer(pretrained)
+        if {more.get("prefix_token_id"), tokenizer.bos_token_id, tokenizer.eos_token_id} == {None}:
+            more["prefix_token_id"] = _line_break(tokenizer)
+        super().__init__(model, tokenizer=tokenizer, max_length=window, **more)
         self._device = input_device(model)
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> Any:
+        """The text of tokens; None for a missing EOS, which the harness would look for in the answers."""
+        return None if tokens is None else super().tok_decode(tokens, skip_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -117,6 +127,18 @@ class ExtendedLM(HFLM):  # type: ignore[misc]
             more |= {} if cache is None else {"past_key_values": cache}
         with without_cudnn():
             return super()._model_generate(context, max_length, stop, **more)
+
+
+def _line_break(tokenizer: Any) -> int:
+    """The token that stands before the first one that is scored, if there is neither BOS nor EOS."""
+    ids = tokenizer.encode("\n", add_special_tokens=False)
+    if not ids:
+        raise RopeExtendError(
+            "the tokenizer has no BOS, no EOS and no line break, and the first token of a text is scored "
+            "after one of them; give another token, as --model_args prefix_token_id=0"
+        )
+    logger.warning("the tokenizer has no BOS and no EOS: a line break stands before the text that is scored")
+    return int(ids[-1])
 
 
 def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from covering import few
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -21,7 +24,7 @@ from rope_extend.evaluation import chunked_forward
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 from lm_eval.api.instance import Instance
 
-from rope_extend.evaluation.harness import ExtendedLM
+from rope_extend.evaluation.harness import ExtendedLM, _line_break
 
 TASK = """
 task: {name}
@@ -102,6 +105,28 @@ def test_a_continuation_has_the_likelihood_of_a_naive_forward(
     assert 100 < ids.shape[1] < WINDOW - 6
     out = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
     assert answer == [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)]
+
+
+def test_without_bos_and_eos_a_text_begins_after_a_line_break(tmp_path: Path) -> None:
+    shutil.copytree(MODEL_DIR, tmp_path / "model")
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(MODEL_DIR / "tokenizer.json"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    lm = ExtendedLM(str(tmp_path / "model"), max_length=WINDOW)
+    assert (lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id) == (None, None)
+    text = "A line of text that is scored"
+    expected, _ = naive(lm.model, tokenizer.encode("\n"), tokenizer.encode(text))
+    for kind, given in (("loglikelihood", ("", text)), ("loglikelihood_rolling", (text,))):
+        (found,) = getattr(lm, kind)([Instance(kind, {}, given, 0)], disable_tqdm=True)
+        assert (found[0] if kind == "loglikelihood" else found) == pytest.approx(expected, rel=1e-5)
+    request = Instance("generate_until", {}, (text, {"until": ["\n\n\n\n"], "max_gen_toks": 6}), 0)
+    assert lm.generate_until([request], disable_tqdm=True) == ExtendedLM(
+        str(MODEL_DIR), max_length=WINDOW
+    ).generate_until([request], disable_tqdm=True)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))
+    with pytest.raises(rx.RopeExtendError, match="give another token, as --model_args prefix_token_id=0"):
+        _line_break(words)
 
 
 @pytest.mark.usefixtures("private_cache")
