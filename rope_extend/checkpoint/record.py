@@ -142,7 +142,9 @@ class Record(Checked):
         """
         name = expand_home(name) if name else self.base_model
         if name is None:
-            raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
+            raise RopeExtendError(
+                f"the record in {directory} names no base model; give base_model= (--base-model)"
+            )
         return name, revision or (self.base_revision if name == self.base_model else None)
 
     def without_local_path(self) -> Self:

@@ -154,7 +154,7 @@ def base_name(name: str, revision: str | None) -> str:
     """
     files = DOWNLOADED if revision else (CONFIG,)
     directory = local_directory(
-        name, "base model", "base_model=", revision=revision, allow_patterns=list(files)
+        name, "base model", "base_model= (--base-model)", revision=revision, allow_patterns=list(files)
     )
     return str(directory) if revision else name
 

@@ -80,6 +80,8 @@ def test_full_checkpoints_hold_no_local_path(
         assert named(tmp_path / name) == {}, name
         assert read_record(tmp_path / name).base_model == "base"
         rx.load(tmp_path / name)
+        with pytest.raises(rx.RopeExtendError, match=r"'base'.*Give base_model= \(--base-model\) a hub id"):
+            rx.base_model_of(tmp_path / name)  # the last part of its path is not enough to find it
 
 
 def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
