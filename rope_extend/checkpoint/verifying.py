@@ -63,10 +63,12 @@ class Verification:
         """Return this verification if the logits are right, with or without rope_extend.
 
         Raises:
-            RopeExtendError: the checkpoint computes other logits than the original.
+            RopeExtendError: the checkpoint computes other logits than the original, or none were compared.
         """
         if self.verdict == DIFFERS:
             raise RopeExtendError(f"verification failed: {self.reason}")
+        if self.inside is None and self.beyond is None:
+            raise RopeExtendError(f"not verified: {self.reason}")
         return self
 
     def __str__(self) -> str:
@@ -142,7 +144,8 @@ def verify(
         return found if found.verdict == DIFFERS else replace(found, verdict=NEEDED, reason=why)
     if not all(values.isfinite().all() for values in expected.values()):
         return Verification(DIFFERS, "a logit is not finite")
-    return Verification(NEEDED, f"{why}. Nothing was compared: give its original as the reference")
+    advice = "give its original, or what was merged from it, as reference= (--reference)"
+    return Verification(NEEDED, f"{why}. Nothing was compared: {advice}")
 
 
 def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:

@@ -104,7 +104,8 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 def verify(arguments: argparse.Namespace) -> None:
     """Check that stock transformers, in a process without rope_extend, computes the right logits.
 
-    Compares logits inside and beyond the pretrained window, and fails if they differ.
+    Compares logits inside and beyond the pretrained window, and fails if they differ, or if there is nothing
+    to compare: a checkpoint that needs rope_extend needs a --reference.
     """
     from rope_extend.checkpoint.verifying import verify as run
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded_differs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_merge_is_compared_with_its_adapter(tmp_path: Path) -> None:
+def test_a_merge_is_compared_with_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rx.extend(model, TARGET)
@@ -160,6 +160,14 @@ def test_a_merge_is_compared_with_its_adapter(tmp_path: Path) -> None:
     found = rx.verify(adapter)
     assert found.verdict == "needs rope_extend"
     assert "once it is merged" in found.reason
+    with pytest.raises(SystemExit) as error:  # nothing was compared, so a script must not go on
+        main(["verify", str(adapter), "--json"])
+    assert error.value.code == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"] == "needs rope_extend"
+    assert "give its original, or what was merged from it, as --reference" in said.err
+    main(["verify", str(adapter), "--reference", str(merged)])
+    assert "needs rope_extend" in capsys.readouterr().out
 
 
 @pytest.mark.slow
