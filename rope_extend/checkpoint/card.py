@@ -45,6 +45,8 @@ _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_PARTS = re.compile(r"(.*?\n---\n\n# [^\n]*\n)(.*?)(\n## Loading\n.*)(\n## Limits\n.*)", re.DOTALL)
+"""A card's front matter and title, what the model is and how it was measured, the code, and the limits."""
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
     "short_share",
@@ -63,7 +65,7 @@ def model_card(
     trained_in: str | PathLike[str] | None = None,
     name: str | None = None,
     trained_on: int = 0,
-    picture: bool = True,
+    exported: str = "",
 ) -> str:
     """The text of a checkpoint's card, Markdown with the hub's front matter.
 
@@ -71,14 +73,14 @@ def model_card(
 
     Args:
         directory: an adapter or a full checkpoint, with its record.
-        results: the Markdown table of an evaluation.
+        results: the Markdown table of an evaluation, and its picture if there is one.
         data: the training data; default: the data of the run's recipe.
         perplexity: perplexity after training by length in tokens, if there are no `results`.
         before: the same before training.
         trained_in: directory of the run, with `recipe.yaml`; default: `directory`.
         name: the checkpoint's name in the code of the card; default: its directory's name.
         trained_on: number of documents of `perplexity` that are also training data.
-        picture: whether a picture of the `results` is next to the card.
+        exported: the target that the directory was exported to, one of `TARGETS`, if it is an export.
 
     Raises:
         RopeExtendError: the record is missing or damaged.
@@ -94,7 +96,7 @@ def model_card(
     if re.fullmatch(r"\d{4}\.\d{4,5}", paper):
         paper = Markup(f"[arXiv {paper}](https://arxiv.org/abs/{paper})")
     rotary = isinstance(encoding, RopeEncoding)
-    parts = _adapter(record) if adapter else _checkpoint(directory, record, name)
+    parts = _adapter(record) if adapter else _checkpoint(directory, record, name, exported)
     curves = [("before training, extended", before), ("after training", perplexity)] if perplexity else []
     text: str = _template().render(
         front_matter=_front_matter(record, adapter), name=name, adapter=adapter, encoding=encoding,
@@ -105,7 +107,7 @@ def model_card(
         data=data or recipe.pop("data", None), recipe=recipe, trained_on=trained_on,
         results=None if results is None else Markup(results.strip()),
         curves=[(title, curve) for title, curve in curves if curve], lengths=sorted(perplexity or ()),
-        picture=Markup(_PICTURE if picture else ""), **parts,
+        **parts,
     )  # fmt: skip
     return text
 
@@ -134,7 +136,9 @@ def write_card(
             logger.info("%s was written or edited by somebody else; it is not replaced", path)
             return None
         free = not os.path.lexists(picture) or (ours and _PICTURE in path.read_text(encoding="utf-8"))
-        text = model_card(directory, picture=free, **options)
+        if free and (results := options.get("results")) is not None:
+            options["results"] = f"{results.strip()}\n\n{_PICTURE}"
+        text = model_card(directory, **options)
         if draw is not None and free:
             draw(picture)
         elif draw is not None:
@@ -151,6 +155,28 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
         write_card(directory, **options)
     except Exception as error:  # the model is worth more than its card
         logger.warning("no model card: %r", error)
+
+
+def carry_card(source: Path, directory: Path, name: str, exported: str) -> None:
+    """Write the card of an export: the facts of its source's card, with title and code of its own.
+
+    A card that somebody else wrote or edited is left as it was copied, and a source without a card has none.
+    An error is logged, as in `add_card`.
+
+    Args:
+        source: the checkpoint that was exported.
+        directory: the export, with its record.
+        name: the name of its directory.
+        exported: the target, as in `model_card`.
+    """
+    try:
+        if is_our_card(source / CARD_NAME):
+            ours = _PARTS.fullmatch(model_card(directory, name=name, exported=exported))
+            text, _, _ = (source / CARD_NAME).read_text(encoding="utf-8").rpartition("\n<!--")
+            if ours and (theirs := _PARTS.fullmatch(text)):
+                write_text(directory / CARD_NAME, marked(ours[1] + theirs[2] + ours[3] + theirs[4]))
+    except Exception as error:  # the model is worth more than its card
+        logger.warning("the card names the directory that was exported: %r", error)
 
 
 def _front_matter(record: Record, adapter: bool) -> Markup:
@@ -204,21 +230,24 @@ def _recipe(directory: Path) -> dict[str, Any]:
     return {**shown, "data": names}
 
 
-def _checkpoint(directory: Path, record: Record, name: str) -> dict[str, Any]:
-    """What the card says of the ways to load a full checkpoint, and to serve it."""
+def _checkpoint(directory: Path, record: Record, name: str, exported: str) -> dict[str, Any]:
+    """What the card says of the ways to load a full checkpoint, and to serve it; an export, by its target."""
     guarded = read_json(directory / "config.json").get("model_type") == MODEL_TYPE
     config = pretrained(AutoConfig, str(directory))
-    stock = not guarded and has_stock_config(config, record.target_length)
+    stock = bool(exported) or (not guarded and has_stock_config(config, record.target_length))
     weights = f"{name}-plain" if guarded else ""
     servers = []
     for target, engine in TARGETS.items():
-        if engine.serve:
+        if engine.serve and exported in ("", "transformers", target):
             found = support(
                 record.encoding, record.shape, target, record.model_type, target_length=record.target_length
             )
+            lines = commands(target, name, record.target_length, weights=weights)
+            if target == exported:
+                lines = [engine.serve.format(model=quote(name), tokens=record.target_length)]
             servers.append({
-                "title": engine.title, "reason": found.reason,
-                "commands": found.possible and commands(target, name, record.target_length, weights=weights),
+                "title": engine.title, "reason": found.reason, "ready": target == exported,
+                "commands": found.possible and lines,
                 "weights": weights if engine.reads == "gguf" else "",
             })  # fmt: skip
     return {

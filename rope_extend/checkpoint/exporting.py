@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_extend.checkpoint.card import carry_card
 from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -107,6 +108,7 @@ def export(
         if adapter:
             source = merge(source, Path(work) / "merged", base_model=base_model)
         _export_config(source, staging, record, form)
+        carry_card(source, staging, target.resolve().name, to)
         if verify:
             verification = verify_checkpoint(staging, reference=source)
             if verification.verdict != "equal":

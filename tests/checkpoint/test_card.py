@@ -21,6 +21,7 @@ import rope_extend as rx
 from rope_extend.checkpoint import card as card_module
 from rope_extend.checkpoint.card import add_card, model_card, write_card
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.checkpoint.staging import is_our_card
 from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
@@ -89,6 +90,29 @@ def test_our_commands_parse_and_name_what_is_there(run: Path) -> None:
             assert (server in servers) == (table and directory != run)
         if directory != run and not table:
             assert "vLLM does not support this encoding" in text
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_the_card_of_an_export_is_its_own(run: Path, results: Path) -> None:
+    """It keeps what was measured, and neither names its source nor exports it again."""
+    rx.merge(run, "merged")
+    main(["card", "merged", "--results", str(results), "--data", "books"])
+    for source, data in (("merged", "| data | `books` |"), (str(run), "| data | not recorded |")):
+        rx.export(source, "out", "vllm", verify=False, overwrite=True)
+        text = Path("out", CARD_NAME).read_text()
+        assert is_our_card(Path("out", CARD_NAME))
+        assert "\n# out\n" in text
+        assert data in text
+        assert ("Not measured yet" in text) == ("has not been measured" in text) == (source != "merged")
+        assert blocks(text, "bash") == [f"vllm serve out --max-model-len {TARGET}\n"]
+        assert not re.search(r"\bmerged\b|rope-extend export|SGLang", text)
+        (lines,) = blocks(text, "python")
+        scope: dict[str, Any] = {}
+        exec(compile(lines, CARD_NAME, "exec"), scope)
+        assert_same_but_rounding(logits(scope["model"]), logits(rx.load(run)))
+    Path("merged", CARD_NAME).write_text("mine")
+    rx.export("merged", "out2", verify=False)
+    assert Path("out2", CARD_NAME).read_text() == "mine"
 
 
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
