@@ -217,7 +217,7 @@ def _found(row: EvaluationRow, length: int) -> Criterion:
         if shares:
             words.append(f"{task} {row.retrieval.rate(task, length)}, {min(shares):.0%} at the worst depth")
             enough &= min(shares) >= LEAST_FOUND
-    return Criterion(", ".join(words), enough) if words else Criterion("not measured", None)
+    return Criterion(", ".join(words) or "not measured (--retrieval-lengths)", enough if words else None)
 
 
 def _cost(regression: Comparison | None) -> Criterion:

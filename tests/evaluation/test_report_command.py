@@ -53,7 +53,9 @@ def test_from_a_model_to_a_verdict(
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
     assert shown.startswith("Verdict:\n\n|")
-    assert re.search(r"\n\nVerdict:\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured \|", text)
+    assert re.search(
+        r"\n\nVerdict:\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured \(--retrieval-l", text
+    )
     assert all(f"| {row.label} " in text for row in rows)
     assert {path.name for path in (tmp_path / "report").iterdir()} == {*BASIC, "cells.jsonl"}
     run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
