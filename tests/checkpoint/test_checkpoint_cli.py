@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+import rope_extend as rx
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +98,20 @@ def test_a_mistake_is_one_clear_line(
     assert "Traceback" not in said[0]
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
     assert not (made / "x").exists()
+
+
+@pytest.mark.parametrize(("method", "verifies"), [("yarn", True), ("jet_long", False)])
+def test_merge_suggests_a_command_that_succeeds(
+    method: str, verifies: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    rx.extend(model, 512, method)
+    rx.save(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), tmp_path / "adapter")
+    main(["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged"), "--no-tokenizer"])
+    said = capsys.readouterr().out
+    suggested = re.search("verify it: rope-extend (.*)", said)
+    assert bool(suggested) == verifies
+    if suggested:
+        main(shlex.split(suggested[1]))
+    else:
+        assert "load it with rope_extend.load" in said
