@@ -116,7 +116,8 @@ def run_demo(
         _print_command("card", adapter, "--results", str(output))
         add_card(adapter, **card_results(rows))
     print("\n" + markdown_report(rows))
-    print(f"\nThe report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")
+    print("\nThis verdict is of a model of 3M parameters: it shows the steps, not what a large model gains.")
+    print(f"The report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")
     return rows
 
 
