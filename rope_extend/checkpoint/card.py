@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 from markupsafe import Markup
-from transformers import AutoConfig
 
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
@@ -32,9 +31,8 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_text
 from rope_extend.models.checkpoint_directory import CARD_NAME, is_adapter
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
-from rope_extend.models.loading import pretrained
+from rope_extend.models.loading import is_for_stock
 from rope_extend.models.locating import GGUF
-from rope_extend.models.stock_config import has_stock_config
 from rope_extend.report.tables import markdown_code, markdown_text, number
 from rope_extend.units import format_length
 
@@ -233,8 +231,7 @@ def _recipe(directory: Path) -> dict[str, Any]:
 def _checkpoint(directory: Path, record: Record, name: str, exported: str) -> dict[str, Any]:
     """What the card says of the ways to load a full checkpoint, and to serve it; an export, by its target."""
     guarded = read_json(directory / "config.json").get("model_type") == MODEL_TYPE
-    config = pretrained(AutoConfig, str(directory))
-    stock = bool(exported) or (not guarded and has_stock_config(config, record.target_length))
+    stock = bool(exported) or (not guarded and is_for_stock(directory, record.target_length))
     weights = f"{name}-plain" if guarded else ""
     servers = []
     for target, engine in TARGETS.items():

@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from rope_extend.checkpoint import stock_reader
 from rope_extend.checkpoint.record import Record, read_record
@@ -27,8 +26,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.decoders import unwrap
-from rope_extend.models.loading import pretrained
-from rope_extend.models.stock_config import has_stock_config
+from rope_extend.models.loading import is_for_stock
 from rope_extend.patching import current_patch
 
 CONTIGUOUS = 512
@@ -133,8 +131,7 @@ def verify(
         stock = compared(_stock_logits(directory, inputs), "stock transformers")
         # Stock transformers uses the longest row of a batch for an encoding that depends on the length.
         if stock.verdict == EQUAL or (
-            not record.encoding.depends_on_length
-            and has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)
+            not record.encoding.depends_on_length and is_for_stock(directory, record.target_length)
         ):
             return stock
         why = f"{record.encoding} is loaded exactly by rope_extend alone ({stock.reason})"

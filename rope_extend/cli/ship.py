@@ -49,12 +49,10 @@ def merge(arguments: argparse.Namespace) -> None:
     check_checkpoint(arguments.adapter)  # before torch is imported
 
     import torch
-    from transformers import AutoConfig
 
     from rope_extend.checkpoint.merging import merge as run
     from rope_extend.checkpoint.record import read_record
-    from rope_extend.models.loading import pretrained
-    from rope_extend.models.stock_config import has_stock_config
+    from rope_extend.models.loading import is_for_stock
 
     path = run(
         arguments.adapter, arguments.output, base_model=arguments.base_model,
@@ -65,7 +63,7 @@ def merge(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     print("written:", path)
     record = read_record(path)
-    if has_stock_config(pretrained(AutoConfig, str(path)), record.target_length):
+    if is_for_stock(path, record.target_length):
         print(f"verify it: rope-extend verify {quote(str(path))}")
     else:
         print(f"load it with rope_extend.load: stock transformers does not compute {record.encoding}")

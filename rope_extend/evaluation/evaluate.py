@@ -23,7 +23,7 @@ from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Measured, run
-from rope_extend.evaluation.verdicts import decide
+from rope_extend.evaluation.verdicts import Decision, decide
 from rope_extend.files import is_private, public_name
 from rope_extend.journal import only_writer
 from rope_extend.models.processes import is_main_process, processes
@@ -126,24 +126,25 @@ def measure(
             # Another one may have ended by now.
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
+        decision = decide(measured.rows, measured.unfinished)
         if directory is not None and measured.rows and is_main_process():
             public = f"path/to/{public_name(config.model)}" if is_private(config.model) else config.model
             try:
                 write_report(
                     measured.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
-                    lead=_lead(config, measured, public), end=[how_it_was_made(config)],
+                    lead=_lead(config, measured, decision, public), end=[how_it_was_made(config)],
                 )  # fmt: skip
             except OSError as error:
                 raise RopeExtendError(
                     f"cannot write the report to {str(directory)!r}: {error}; free space on the disk, "
                     "and give resume=True: what is measured is kept"
                 ) from error
-    return replace(measured, lead=_lead(config, measured, config.model))
+    return replace(measured, lead=_lead(config, measured, decision, config.model))
 
 
-def _lead(config: ModelConfig, measured: Measured, model: str) -> list[Part]:
+def _lead(config: ModelConfig, measured: Measured, decision: Decision, model: str) -> list[Part]:
     """What a report begins with: the verdict, the next command for a model of this name, what is missing."""
-    decision, parts = decide(measured.rows, measured.unfinished), list[Part]()
+    parts = list[Part]()
     if decision.verdicts or isinstance(config, StudyConfig):
         parts.append(decision.section)
     if decision.train and isinstance(config, StudyConfig):

@@ -62,7 +62,8 @@ def model_name(name: str) -> str:
     names.append(directory.name)
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        names += [stored for stored in [str(config.get("_name_or_path"))] if not is_private(stored)]
+        if not is_private(stored := str(config.get("_name_or_path"))):
+            names.append(stored)
     if directory.parent != Path(expand_home("~")).resolve():
         names.append(directory.parent.name)
     return next((each for each in names if not _NAMELESS.fullmatch(Path(each).name)), public_name(name))

@@ -32,6 +32,7 @@ from rope_extend.models.families import family_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
+from rope_extend.models.stock_config import has_stock_config
 
 HEADS = {
     "SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification,
@@ -183,3 +184,8 @@ def default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
+
+
+def is_for_stock(directory: Path, target_length: int) -> bool:
+    """Whether stock transformers computes the encoding of a saved model; see `has_stock_config`."""
+    return has_stock_config(pretrained(AutoConfig, str(directory)), target_length)

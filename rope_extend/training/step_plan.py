@@ -199,16 +199,14 @@ def plan(
     """
     window = recipe.split_window
     processes = processes or window
-    refusals = {
-        f"split_window {window} needs {window} processes, or a multiple, not {processes}": (
-            processes % window != 0
-        ),
-        "FSDP2 shares the weights of several processes; give processes=8, or their number": (
-            fsdp and processes == 1
-        ),
-    }
-    for problem, wrong in refusals.items():
-        refuse_if(wrong, problem)
+    refuse_if(
+        processes % window != 0,
+        f"split_window {window} needs {window} processes, or a multiple, not {processes}",
+    )
+    refuse_if(
+        fsdp and processes == 1,
+        "FSDP2 shares the weights of several processes; give processes=8, or their number",
+    )
     sharding = Sharding(weights=fsdp, parts=window, ranks=processes)
     expand_segments()  # as the run does, before anything asks the device
     device = LoadOptions().torch_device

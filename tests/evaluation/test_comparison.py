@@ -192,7 +192,7 @@ def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
     for path, stored, name in (
         ("Llama-2-7b", "o/other", "Llama-2-7b"),
         ("SmolLM2/model", None, "SmolLM2"),
-        ("yarn/final", "/home/me/base", "yarn"),
+        ("yarn/final", str(tmp_path / "base"), "yarn"),
         ("yarn/checkpoint-40", "o/name", "o/name"),
         (f"models--o--name/snapshots/{digest}", None, "o/name"),
         (f"{digest}/model", None, "model"),
