@@ -146,7 +146,7 @@ def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
 
 GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
     "start here": (
-        discover.demo, discover.doctor, discover.info, advise.advise, advise.recipes, discover.generate,
+        discover.demo, discover.info, advise.advise, advise.recipes, discover.generate,
         discover.methods, discover.families, completion,
     ),
     "train": (train.finetune, train.search),
@@ -170,7 +170,6 @@ recipes
 info {_8B}
 generate runs/yarn --file book.txt --ask "Who is the captain?"
 generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"
-doctor
 completion bash
 methods
 families

@@ -26,7 +26,6 @@ from rope_extend.evaluation.report_files import read_runs, write_report
 from rope_extend.evaluation.report_parts import comparison_parts
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult, Scores
 from rope_extend.evaluation.statistics import paired_rates
-from rope_extend.report.machine import examine
 from rope_extend.report.page import markdown
 
 FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
@@ -217,7 +216,6 @@ def test_a_model_in_a_home_directory_is_not_called_by_its_user(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert model_name(str(tmp_path / "user" / "model")) == "user"
-    assert examine({})
 
 
 def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:
