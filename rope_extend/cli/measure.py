@@ -41,13 +41,11 @@ KINDS = (
     ("loss", "results", "loss by position, from evaluations"),
     ("accuracy", "results", "trials solved against length, from retrieval"),
     ("heat-map", "results", "trials solved by depth and length, from retrieval"),
-    ("training", "run", "loss against step, from a fine-tuning run"),
     ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
 )
 """Each picture, what it is drawn from, and what it shows."""
 SOURCES = {
     "results": "evaluation directories or results.jsonl files",
-    "run": "a run's directory, or its metrics.jsonl",
     "model": "a checkpoint's directory or hub id; only its config is read",
 }
 
@@ -283,15 +281,10 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw pictures from saved results, from a run, or from a checkpoint's config."""
+    """Draw pictures from saved results, or from a checkpoint's config."""
     output = Path(arguments.output)
     check_new(output, overwrite=arguments.overwrite)
-    if arguments.kind == "training":
-        from rope_extend.plots.training_curves import plot_training
-
-        run = Path(arguments.run)
-        plot_training(run / "metrics.jsonl" if run.is_dir() else run, output)
-    elif arguments.kind == "frequencies":
+    if arguments.kind == "frequencies":
         _plot_frequencies(arguments, output)
     else:
         _plot_results(arguments, output)

@@ -113,7 +113,6 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
         ("evaluate {model} --lengths -4k 8k --output {out}/x", "such as [4k, 8k]; got '-4k,8k'"),
         ("evaluate --lengths 16 32 {model} {out}/y --data {data} --output {out}/x", "there is no directory"),
         ("plot perplexity {out} --output {out}/a.png", "no results"),
-        ("plot training {out} --output {out}/a.png", "metrics.jsonl"),
         ("plot frequencies {model} --output {out}/a.xyz", "must end in"),
     ],
 )
