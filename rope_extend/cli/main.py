@@ -186,7 +186,6 @@ compare report-a report-b
 plot perplexity report --output ppl.svg
 lm-eval runs/yarn --tasks ruler --lengths 8k,32k --output_path ruler
 lm-eval {_8B} --method yarn --lengths 32k --tasks niah_single_1 --limit 20
-plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
 merge runs/yarn --output merged
 verify merged --reference runs/yarn

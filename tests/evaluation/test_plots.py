@@ -18,7 +18,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import RetrievalResult, Scores
 from rope_extend.plots import curves as plots
-from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 from rope_extend.plots.style import Canvas
 from rope_extend.units import format_length
@@ -162,24 +161,11 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     assert drawn[2].axes.get_ylim()[1] > max(lines(drawn[2].axes)["near"].get_ydata()) > 40
 
 
-def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
-    chosen = [rx.encoding("none"), rx.encoding("linear", factor=4.0), rx.encoding("dynamic_ntk", factor=4.0)]
-    plot_frequencies(chosen, shape, tmp_path / "a.svg", seq_len=128)
-    axes = drawn[0].axes
-    for encoding in chosen:
-        expected = encoding.inv_freq(shape, 128).numpy()
-        np.testing.assert_allclose(lines(axes)[str(encoding)].get_ydata(), 2 * np.pi / expected)
-    assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in axes.lines)
-
-
 def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
     (tmp_path / "model.gguf").write_bytes(b"GGUF\xc0\n\xa1" * 100)
     for call, message in (
         (lambda: plots.plot_perplexity(rows, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
         (lambda: plots.plot_perplexity([], tmp_path / "a.png"), "no rows"),
-        (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
         (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is damaged"),
     ):
         with pytest.raises(RopeExtendError, match=message):

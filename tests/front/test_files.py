@@ -137,7 +137,7 @@ def test_commands_refuse_an_output_that_cannot_be_made_before_they_load_anything
         "evaluate": [model, "--lengths", "256,512", "--data", "demo:evaluation"],
         "report": [model, "--target-length", "512", "--data", "demo:evaluation"],
         "retrieve": [model, "--lengths", "512"],
-        "plot": ["frequencies", model],
+        "plot": ["perplexity", model],
     }[command]
     with pytest.raises(SystemExit):
         main([command, *words, "--output", f"{target}/a.png" if command == "plot" else target])
