@@ -80,8 +80,6 @@ def positions(mask: Tensor, pick: random.Random, *, by_column: bool) -> Tensor |
 def test_chats_equal_one_forward_and_rows_alone(method: str, family: str) -> None:
     model = model_of(family)
     caches: list[Any] = [DynamicCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 400)]
-    if method == "sinks" and family in ("full", "pairs"):
-        caches = [lambda config: rx.sink_cache(model), *caches]
     if method == "linear_attention":  # which needs a cache that can hold a state
         caches.pop()
     with rx.patch_model(model, METHODS[method](model), target_length=TARGET) as patch:
