@@ -150,9 +150,7 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
         discover.methods, discover.families, completion,
     ),
     "train": (train.finetune, train.search),
-    "measure": (
-        measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare, measure.plot,
-    ),
+    "measure": (measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare),
     "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
@@ -183,7 +181,6 @@ retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles
 report {_8B} --target-length 32k --data books/ --output report
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
-plot perplexity report --output ppl.svg
 lm-eval runs/yarn --tasks ruler --lengths 8k,32k --output_path ruler
 lm-eval {_8B} --method yarn --lengths 32k --tasks niah_single_1 --limit 20
 convert model.gguf --output model --dtype bfloat16

@@ -1,4 +1,4 @@
-"""Commands that measure: evaluate, retrieve, report, compare, lm-eval, and plot, which draws."""
+"""Commands that measure: evaluate, retrieve, report, compare and lm-eval."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ from rope_extend.models.locating import check_checkpoint
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 PLAN = "the estimated memory and time of each length, which need no weights, and with --data of all"
-KINDS = {
-    "perplexity": "perplexity against length, from evaluations",
-    "loss": "loss by position, from evaluations",
-    "accuracy": "trials solved against length, from retrieval",
-    "heat-map": "trials solved by depth and length, from retrieval",
-}
-"""Each picture, and what it shows."""
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,40 +246,3 @@ def lm_eval(arguments: argparse.Namespace) -> None:
     if arguments.method is not None:
         given |= {"method": arguments.method, "target_length": target}
     run_harness(given, arguments.lengths, arguments.others)
-
-
-def _plot_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
-    for kind, text in KINDS.items():
-        command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
-        text = "evaluation directories or results.jsonl files"
-        command.add_argument("results", type=path, nargs="+", help=text)
-        add_output(command, "FILE", "picture: .png, .svg or .pdf", required=True)
-        if kind in ("accuracy", "heat-map"):
-            text = "retrieval task (default: passkey)"
-            command.add_argument("--task", default="passkey", metavar="NAME", help=text)
-        if kind == "heat-map":
-            command.add_argument("--row", metavar="LABEL", help="row to draw, if the results have several")
-
-
-def plot(arguments: argparse.Namespace) -> None:
-    """Draw pictures from saved results."""
-    output = Path(arguments.output)
-    check_new(output, overwrite=arguments.overwrite)
-    from rope_extend.evaluation.report_files import read_runs
-    from rope_extend.plots import curves, retrieval_maps
-
-    rows = read_runs(arguments.results)
-    if arguments.kind == "accuracy":
-        retrieval_maps.plot_accuracy(rows, arguments.task, output)
-    elif arguments.kind == "heat-map":
-        labels = [row.label for row in rows]
-        row = arguments.row or (labels[0] if len(labels) == 1 else None)
-        if row not in labels:
-            problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
-            raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
-        retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output)
-    else:
-        draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-        draw([row for row in rows if row.result], output)
-    print("written:", output)

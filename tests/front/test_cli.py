@@ -111,7 +111,6 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
         ("finetune {model} --data {data} --output {out}/x --target-length -4k", "or 32k; got '-4k'"),
         ("evaluate {model} --lengths -4k 8k --output {out}/x", "such as [4k, 8k]; got '-4k,8k'"),
         ("evaluate --lengths 16 32 {model} {out}/y --data {data} --output {out}/x", "there is no directory"),
-        ("plot perplexity {out} --output {out}/a.png", "no results"),
     ],
 )
 def test_mistakes_are_one_clear_line(

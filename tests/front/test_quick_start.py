@@ -205,7 +205,6 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
         "rope-extend recipes co": ["copy"],
         "rope-extend recipes show llama3_8b_32k": ["llama3_8b_32k_yarn"],
         "rope-extend evaluate m --methods self": ["self_extend"],
-        "rope-extend plot heat": ["heat-map"],
         "rope-extend export x --to s": ["sglang"],
         "rope-extend advise x --gpu rtx-4": ["rtx-4090"],
     }.items():
