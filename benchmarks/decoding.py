@@ -142,15 +142,27 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
 def changed_positions(
     repetitions: int, window: int = 4096, context: int = 8192, methods: tuple[str, ...] = REMAPS
 ) -> Iterator[Row]:
-    """Tokens after twice the window, with changed positions: their time and bytes."""
+    """Tokens after twice the window, with changed positions: their time and bytes.
+
+    The cache is a `DynamicCache`; for `sinks`, the bounded one too.
+    """
     stock = real_shape(window)
     for method in methods:
         lm = patched(stock, 2 * context, method)
-        caches = filled(lm, context), filled(stock, context)
-        times = seconds((lm, stock), caches, repetitions)
-        yield row(f"{method}: cache at {context} tokens", "unpatched", "B", *map(tensors_of, caches))
-        what = f"{method}, 135M: time of a token after {context}"
-        yield row(what, "unpatched", "s", *times, target=TARGET)
+        caches = {"": filled(lm, context)}
+        if method == "sinks":
+            text = document(context, 4096).input_ids[None].to(lm.device)
+            bounded = caches[", sink_cache"] = rx.sink_cache(lm)
+            lm(text, past_key_values=bounded, logits_to_keep=1)
+        for name, ours in caches.items():
+            theirs = filled(stock, context)
+            times = seconds((lm, stock), (ours, theirs), repetitions)
+            yield row(
+                f"{method}{name}: cache at {context} tokens", "unpatched", "B",
+                tensors_of(ours), tensors_of(theirs),
+            )  # fmt: skip
+            what = f"{method}{name}, 135M: time of a token after {context}"
+            yield row(what, "unpatched", "s", *times, target=TARGET)
 
 
 def linear_attention(repetitions: int) -> Iterator[Row]:

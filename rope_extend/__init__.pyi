@@ -2,6 +2,7 @@
 
 from rope_extend.advice.advice import Advice as Advice
 from rope_extend.advice.answer import advise as advise
+from rope_extend.attention.sink_cache import sink_cache as sink_cache
 from rope_extend.attention.split_window import split_window as split_window
 from rope_extend.checkpoint.callback import SaveEncodingCallback as SaveEncodingCallback
 from rope_extend.checkpoint.converting import convert as convert

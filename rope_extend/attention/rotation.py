@@ -32,12 +32,14 @@ from rope_extend.attention.masks import (
     hidden_except,
     rows_of_mask,
     sees_later_keys,
+    shown_to,
     text_rows,
     without_keys,
 )
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import beyond_plain, takes_suffix, without_cudnn
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
+from rope_extend.attention.sink_cache import SinkLayer, held_layer
 from rope_extend.encodings import RemapEncoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.regions import DROPPED, NEAR, Chunks, Region
 from rope_extend.encodings.core.transfers import to_device
@@ -212,15 +214,53 @@ class RotationHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair."""
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
-        if self.encoding.remaps and self._is_short(attention_window(call.module)):
+        held = held_layer(call.key)
+        if self.encoding.remaps and held is None and self._is_short(attention_window(call.module)):
             return call.own(call.query, call.key, call.value, call.mask)
         if forward.scale is not None:
             scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
             call = replace(call, query=call.query * scale)
-        if forward.plain:
+        if held is None and forward.plain:
             return call.own(call.query, call.key, call.value, call.mask)
-        keys = self.keys_of_call(call, forward)
-        call = call.of_first_keys(keys.shape[1])
+        if held is None:
+            keys = self.keys_of_call(call, forward)
+        else:
+            call, keys = self._of_held(call, forward, held)
+        found = self._attend(call.of_first_keys(keys.shape[1]), forward, keys)
+        if held is not None:
+            count = keys.shape[1]
+            compute = partial(shown_to, call, call.query.shape[2] - 1, count)
+            held.trim(keys, forward.cached("shown", count, of=call.mask, compute=compute))
+        return found
+
+    def _of_held(
+        self, call: AttentionCall, forward: _Forward, layer: SinkLayer
+    ) -> tuple[AttentionCall, Tensor]:
+        """The call with a mask of the tokens that a layer of a `SinkCache` holds, and their positions."""
+        if layer.encoding != self.encoding:
+            raise PatchError(
+                f"this SinkCache works in a model that is patched with {layer.encoding}, not with "
+                f"{self.encoding}; make one with rope_extend.sink_cache(model), or use a DynamicCache"
+            )
+        if not layer.dropped:
+            return call, self.keys_of_call(call, forward)
+        whole, new = call, call.query.shape[2]
+
+        def held() -> tuple[Tensor | None, Tensor]:
+            total = whole.key.shape[2] + layer.dropped
+            keys = self._key_positions(forward.queries, whole, total, total, None)
+            text = torch.where(shown_to(whole, new - 1, total), keys, -1)[:, -new:]
+            if bool(((text >= 0) & (text < text.cummax(dim=1).values)).any()):
+                raise PatchError(
+                    f"this SinkCache dropped {layer.dropped} tokens, and the positions of the new tokens do "
+                    f"not follow each other; start another text with another cache"
+                )
+            return None if whole.mask is None else layer.of_columns(whole.mask), layer.of_columns(keys)
+
+        mask, keys = forward.cached("held", layer.dropped, call.key.shape[2], of=call.mask, compute=held)
+        return replace(call, mask=mask), keys
+
+    def _attend(self, call: AttentionCall, forward: _Forward, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         if forward.is_plain(keys):
             return call.own(call.query, call.key, call.value, call.mask)
         if call.query.shape[2] == 1:

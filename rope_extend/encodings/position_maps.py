@@ -200,7 +200,8 @@ class Sinks(RemapEncoding):
     A text of any length is processed with distances below `n + W`. It does not make a model use more than
     `n + W` tokens. Models put much of their attention on the first tokens, and fail without them.
 
-    For a trained length L, n is 4 and the window `L - 4`. Caches hold the dropped tokens too.
+    For a trained length L, n is 4 and the window `L - 4`. `rope_extend.sink_cache(model)` is a cache that
+    holds no more than these tokens.
 
     Attributes:
         sinks: n, the first tokens that are always seen.

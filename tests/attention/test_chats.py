@@ -84,6 +84,8 @@ def test_chats_equal_one_forward_and_rows_alone(
     monkeypatch.setattr(masks, "MASK_ROWS", 7)
     model = model_of(family)
     caches: list[Any] = [DynamicCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 400)]
+    if method == "sinks" and family in ("full", "pairs"):
+        caches = [lambda config: rx.sink_cache(model), *caches]
     if method == "linear_attention":  # which needs a cache that can hold a state
         caches.pop()
     with rx.patch_model(model, METHODS[method](model), target_length=TARGET) as patch:
