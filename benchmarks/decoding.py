@@ -179,7 +179,7 @@ def linear_attention(repetitions: int) -> Iterator[Row]:
     for length in lengths:
         caches.append(read(text[:, :length]))
     sizes = [
-        float(sum(each.nbytes for layer in cache.layers for each in layer.state))
+        float(sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values)))
         for cache in (read(text[:, -1:], cache) for cache in caches)
     ]
     yield row("linear attention: cache after 64k tokens", "after 1k", "B", sizes[1], sizes[0])

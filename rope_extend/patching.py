@@ -419,7 +419,6 @@ def extend(
     *,
     trained_length: int | None = None,
     tokenizer: Any | None = None,
-    short: str | None = None,
     start: str = PRETRAINED,
     current_length: int | None = None,
     **parameters: Any,
@@ -434,8 +433,6 @@ def extend(
         method: a method's name, see `rope_extend.encoding_names()`; or composed, `resonance(yarn)`.
         trained_length: the window that the model was pretrained on, in tokens; needed if its config is wrong.
         tokenizer: its `model_max_length` is set to the new window.
-        short: `original` uses the original RoPE for texts within the trained window, exactly, and the method
-            for longer ones; the same as the method `short_original(...)`.
         start: `pretrained` extends plain RoPE from the window of pretraining, and replaces scaling that the
             model already has. `current` extends the table that the model has now, from the window that it was
             trained to read under it: for a model that was trained under a scaled table. The divisors of both
@@ -451,15 +448,8 @@ def extend(
         RopeExtendError: an unknown method or parameter, a target that is not beyond the trained window, or
             with `start="current"`, a method or a present encoding that is not one table.
     """
-    if short not in (None, "original"):
-        raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
-    named = method_named(f"short_original({method})" if short else method)
+    named = method_named(method)
     check_start("extend", start, current_length)
-    if short and start == CURRENT:
-        raise RopeExtendError(
-            "extend: short='original' gives plain RoPE to texts within the pretrained window, and "
-            "start='current' keeps what the model has; leave one of the two out"
-        )
     if isinstance(target_length, str):
         target_length = parse_length(target_length)
     target_length = check_length("extend", "target_length", target_length)

@@ -12,9 +12,6 @@ from transformers import PreTrainedModel
 
 LENGTH = 80
 """Tokens in a row, padding included: beyond the trained window of the models in `cases`."""
-ONE_BY_ONE = [28, *range(29, 36), *range(47, 53), LENGTH]
-"""Where the parts of a row end: single tokens where rows with 0 and 17 columns of padding leave the trained
-window, longer parts elsewhere."""
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:

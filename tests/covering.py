@@ -26,12 +26,14 @@ class that refuses most `rope_type`s; normalised queries and keys."""
 
 QUIRKS = (
     ("dots3_note_text", "longrope"),
+    ("falcon_h1", "linear_attention"),
     ("gemma4_text", "linear"),
     ("gemma4_text", "yarn"),
     ("phimoe", "longrope"),
     ("phimoe", "yarn"),
+    ("zaya", "linear_attention"),
 )
-"""Pairs on both sides of what a family's own config class can carry."""
+"""Pairs on both sides of what a family's own config class, or its cache, can carry."""
 
 Case = EncodingCase | AlternativeCase
 
@@ -59,20 +61,21 @@ def kind(case: Case) -> str:
 
 
 def in_families(
-    cases: Sequence[Case], turn: int | None = None, always: str | None = None, *, few: bool = False
+    cases: Sequence[Case], turn: int | None = None, turns: Sequence[str] = (), *, few: bool = False
 ) -> pytest.MarkDecorator:
     """Parametrise `family` and `case` by the covering design.
 
     `turn` is None for a cheap check; an expensive one gives a number. It uses one kind of method in each
-    family: the kind `always`, or each kind in turn. With `few`, for checks that save models, the default run
-    has the families of `SHAPES` and each method once; the other families are marked `slow`.
+    family, of `turns` or of all kinds, in turn. With `few`, for checks that save models, the default run has
+    the families of `SHAPES` and each method once; the other families are marked `slow`.
     """
     kinds: dict[str, list[Case]] = {}
     for case in cases:
         kinds.setdefault(kind(case), []).append(case)
     pairs = {pair for pair in QUIRKS if pair[1] in map(str, cases)}
     for index, family in enumerate(FAMILIES):
-        chosen = list(kinds) if turn is None else [always or list(kinds)[(index + turn) % len(kinds)]]
+        each_in_turn = list(turns or kinds)
+        chosen = list(kinds) if turn is None else [each_in_turn[(index + turn) % len(each_in_turn)]]
         pairs |= {(str(family), str(kinds[each][index % len(kinds[each])])) for each in chosen}
     if turn is None:
         methods: dict[str, list[Case]] = {}

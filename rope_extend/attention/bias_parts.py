@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rope_extend.encodings import BiasEncoding, ModelShape, Shaw
-from rope_extend.encodings.core.transfers import to_device
 from rope_extend.models.planned_device import device_of
 
 PART_ELEMENTS, GPU_PART_ELEMENTS = 2**22, 2**28
@@ -29,36 +27,6 @@ On a CPU a part should fit into its caches; a GPU needs enough queries to be bus
 """
 FEWEST, MOST, GPU_MOST = 32, 256, 2048
 """The smallest and the largest number of queries of a part."""
-
-
-@dataclass(frozen=True)
-class CallPositions:
-    """The positions of the queries and keys of one attention call.
-
-    Attributes:
-        queries: positions `[rows, Q]`; rows is 1 or the batch size.
-        keys: positions `[rows, K]` of the keys of the call; the last Q are those of the queries.
-        gapless: whether each position is one more than the position before it.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    gapless: bool
-
-    @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> CallPositions:
-        """Positions `[1 or batch, Q]` and `[1 or batch, K]` of any device, moved to `device`."""
-        rows = max(len(queries), len(keys))
-        return cls(
-            to_device(queries, device).expand(rows, -1),
-            to_device(keys, device).expand(rows, -1),
-            bool((keys.diff() == 1).all()),
-        )
-
-    @property
-    def before(self) -> int:
-        """The number of keys before that of the first query."""
-        return self.keys.shape[1] - self.queries.shape[1]
 
 
 def rows_of_part(heads: int, keys: int, device: torch.device, *, from_table: bool = True) -> int:
@@ -108,7 +76,9 @@ class PartialBias:
         encoding: the bias.
         shape: the sizes that the bias follows from, with the number of heads of the layer.
         heads: those of which the bias is computed.
-        positions: the positions of queries and keys.
+        queries: positions `[1 or rows, Q]`; the last Q keys are those of the queries.
+        keys: positions `[rows, K]`; rows is 1 or the batch size.
+        gapless: whether each position is one more than the position before it.
         learned: the learned parameters; gradients reach them through `sources`.
         causal: whether the bias also excludes the keys after a query; otherwise a mask does.
 
@@ -121,26 +91,27 @@ class PartialBias:
         encoding: BiasEncoding,
         shape: ModelShape,
         heads: range,
-        positions: CallPositions,
+        queries: Tensor,
+        keys: Tensor,
         learned: Mapping[str, Tensor],
         *,
+        gapless: bool,
         causal: bool,
     ) -> None:
-        self.encoding = encoding
-        self.shape = shape
+        self.encoding, self.shape, self.queries, self.keys = encoding, shape, queries, keys
         self.heads = slice(heads.start, heads.stop)
-        self.positions = positions
+        self.before = keys.shape[1] - queries.shape[1]
         self.causal = causal
         self.names = tuple(learned)
-        device, keys = positions.keys.device, positions.keys.shape[1]
-        self.table = encoding.by_distance and positions.gapless
+        self.table = encoding.by_distance and gapless
         if not self.table:
             self.sources = tuple(learned.values())
             return
-        distances = torch.arange(keys - 1, -1, -1, device=device)  # the nearest last
+        count = keys.shape[1]
+        distances = torch.arange(count - 1, -1, -1, device=keys.device)  # the nearest last
         table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)[self.heads]
         # After distance 0 come the keys after the query, as many as a part or a mask can include.
-        later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
+        later = table[:, -1:].expand(-1, _most_rows(device_of(keys)) + (0 if causal else count))
         self.sources = (torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1),)
 
     def part(
@@ -155,28 +126,21 @@ class PartialBias:
         Returns:
             `[rows, heads, stop - start, end - first]` float32.
         """
-        positions = self.positions
         if self.table:
             (table,) = sources
-            farthest = positions.before + stop - 1 - first
-            skipped = positions.keys.shape[1] - 1 - farthest
+            farthest = self.before + stop - 1 - first
+            skipped = self.keys.shape[1] - 1 - farthest
             window = table[:, skipped : skipped + (stop - start) + (end - first) - 1]
             return window.unfold(1, end - first, 1)[None]
-        queries = positions.queries[:, start:stop].flip(1)[:, :, None]
-        distance = queries - positions.keys[:, None, first:end]
+        queries = self.queries[:, start:stop].flip(1)[:, :, None]
+        distance = (queries - self.keys[:, None, first:end]).clamp(min=0)
+        learned = dict(zip(self.names, sources, strict=True))
         if isinstance(self.encoding, Shaw):
-            bias = self.encoding.bias_of(query, distance.clamp(min=0), self._learned(sources))
+            bias = self.encoding.bias_of(query, distance, learned)
         else:
-            learned = self._learned(sources)
-            bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned)
-            bias = bias[self.heads].movedim(0, 1)
+            bias = self.encoding.bias(self.shape, distance, queries, learned)[self.heads].movedim(0, 1)
         if not self.causal:
             return bias
         keys = torch.arange(first, end, device=bias.device)
-        last_key = torch.arange(
-            positions.before + stop - 1, positions.before + start - 1, -1, device=bias.device
-        )
+        last_key = self.before + torch.arange(stop - 1, start - 1, -1, device=bias.device)
         return bias.masked_fill(keys > last_key[:, None], -math.inf)
-
-    def _learned(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.names, sources, strict=True))

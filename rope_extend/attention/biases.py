@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.attention.bias_parts import CallPositions, PartialBias, in_blocks, rows_of_part
+from rope_extend.attention.bias_parts import PartialBias, in_blocks, rows_of_part
 from rope_extend.attention.functions import HEADS, AttentionCall
 from rope_extend.attention.masks import visible
 from rope_extend.attention.positions import AttentionHandler
@@ -37,9 +37,7 @@ class BiasHandler(AttentionHandler):
         forward = self.forward_of_call(call)
         keys = self.keys_of_call(call, forward)
         device = call.query.device
-        positions = forward.cached(
-            "positions", device, of=keys, compute=lambda: CallPositions.of(forward.queries, keys, device)
-        )
+        gapless = forward.cached("gapless", of=keys, compute=lambda: bool((keys.diff() == 1).all()))
         scaling = call.kwargs.get("scaling")
         scaling = call.query.shape[-1] ** -0.5 if scaling is None else scaling
         call = replace(call.of_first_keys(keys.shape[1]), kwargs={**call.kwargs, "scaling": scaling})
@@ -63,12 +61,15 @@ class BiasHandler(AttentionHandler):
             if learned:
                 shape, first = replace(shape, heads=own_heads), 0
         own = range(first, first + own_heads)
-        bias = PartialBias(self.encoding, shape, own, positions, learned, causal=call.mask is None)
+        bias = PartialBias(
+            self.encoding, shape, own, forward.on(device, forward.queries), forward.on(device, keys), learned,
+            gapless=gapless, causal=call.mask is None,
+        )  # fmt: skip
         rows = rows_of_part(
-            len(positions.keys) * shape.heads, call.key.shape[2], device_of(call.query), from_table=bias.table
+            len(keys) * shape.heads, call.key.shape[2], device_of(call.query), from_table=bias.table
         )
         spans = forward.cached(
-            "spans", rows, call.key.shape[2], of=call.mask, compute=partial(_spans, call, positions, rows)
+            "spans", rows, call.key.shape[2], of=call.mask, compute=partial(_spans, call, rows)
         )
         tensors = (call.query, call.key, call.value, *bias.sources)
         if new <= rows:
@@ -81,12 +82,12 @@ class BiasHandler(AttentionHandler):
         return in_blocks(partial(_attend_part, call, bias), blocks, tensors, dropout=dropout)
 
 
-def _spans(call: AttentionCall, positions: CallPositions, rows: int) -> list[tuple[int, int]]:
+def _spans(call: AttentionCall, rows: int) -> list[tuple[int, int]]:
     """For each part, the first key that any of its queries may see, and the one after the last."""
     new, keys = call.query.shape[2], call.key.shape[2]
     mask = call.readable_mask
     if mask is None:
-        return [(0, positions.before + min(start + rows, new)) for start in range(0, new, rows)]
+        return [(0, keys - new + min(start + rows, new)) for start in range(0, new, rows)]
     seen = functional.pad(visible(mask).flatten(0, 1).any(dim=0), (0, 0, 0, -new % rows))
     by_part = seen.view(-1, rows, keys).any(dim=1).to(torch.uint8)
     # A part without any visible key, as in padding, still gets one key.

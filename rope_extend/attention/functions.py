@@ -239,12 +239,6 @@ def attention_window(module: Any) -> int | None:
     return int(own) if own and "sliding" in kind else window_of(config, kind)
 
 
-def hides_keys(module: Any, keys: int) -> bool:
-    """Whether the window or chunk of an attention module is shorter than a number of keys."""
-    window = attention_window(module)
-    return window is not None and window < keys
-
-
 def attention_configs(modules: Iterable[Any]) -> list[Any]:
     """The model's configs that name the attention functions of modules, each once."""
     return list({id(config): config for config in map(model_config, modules)}.values())

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from rope_extend.attention.bias_parts import in_blocks, rows_of_part
 from rope_extend.attention.forward import Forward
-from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules, hides_keys
+from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import (
     TextRows,
     hidden_except,
@@ -322,7 +322,9 @@ class RotationHandler(AttentionHandler):
         if not call.implementation.endswith("sdpa") and not takes_suffix(call.implementation):  # or a dry run
             return None
         beyond = [name for name in beyond_plain(call.kwargs) if name != "sliding_window"]
-        if call.kwargs.get("dropout") or beyond or hides_keys(call.module, keys.shape[1]):
+        window = attention_window(call.module)
+        hides_keys = window is not None and window < keys.shape[1]
+        if call.kwargs.get("dropout") or beyond or hides_keys:
             return None
         rows = text_rows(call, forward, keys)
         past = keys.shape[1] - call.query.shape[2]

@@ -1,4 +1,4 @@
-"""Commands to start with: demo, methods, families, info, doctor, and generate, which asks a model."""
+"""Commands to start with: demo, methods, families, info, and generate, which asks a model."""
 
 from __future__ import annotations
 
@@ -149,23 +149,6 @@ def demo(arguments: argparse.Namespace) -> None:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal in a run of finetune
         print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
         raise
-
-
-def doctor(arguments: argparse.Namespace) -> None:
-    """Check this machine: versions, devices, bfloat16, optional packages and disk.
-
-    A line that starts with `!` says what to do. Nothing is downloaded. Add the output to a bug report.
-    """
-    from rope_extend.report.machine import examine
-
-    findings = examine()
-    if arguments.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
-        return
-    for finding in findings:
-        print(f"{'!' if finding.advice else ' '} {finding.subject:<16}{finding.result}")
-        if finding.advice:
-            print(f"  {'':<16}-> {finding.advice}")
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -146,13 +146,11 @@ def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
 
 GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
     "start here": (
-        discover.demo, discover.doctor, discover.info, advise.advise, advise.recipes, discover.generate,
+        discover.demo, discover.info, advise.advise, advise.recipes, discover.generate,
         discover.methods, discover.families, completion,
     ),
     "train": (train.finetune, train.search),
-    "measure": (
-        measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare, measure.plot,
-    ),
+    "measure": (measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare),
     "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
@@ -170,7 +168,6 @@ recipes
 info {_8B}
 generate runs/yarn --file book.txt --ask "Who is the captain?"
 generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"
-doctor
 completion bash
 methods
 families
@@ -184,10 +181,8 @@ retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles
 report {_8B} --target-length 32k --data books/ --output report
 report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
 compare report-a report-b
-plot perplexity report --output ppl.svg
 lm-eval runs/yarn --tasks ruler --lengths 8k,32k --output_path ruler
 lm-eval {_8B} --method yarn --lengths 32k --tasks niah_single_1 --limit 20
-plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
 merge runs/yarn --output merged
 verify merged --reference runs/yarn

@@ -1,4 +1,4 @@
-"""Commands that measure: evaluate, retrieve, report, compare, lm-eval, and plot, which draws."""
+"""Commands that measure: evaluate, retrieve, report, compare and lm-eval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rope_extend.cli.arguments import (
     checkpoint,
     length,
     lengths,
-    methods,
     one_method,
     path,
 )
@@ -36,20 +35,6 @@ from rope_extend.models.locating import check_checkpoint
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 PLAN = "the estimated memory and time of each length, which need no weights, and with --data of all"
-KINDS = (
-    ("perplexity", "results", "perplexity against length, from evaluations"),
-    ("loss", "results", "loss by position, from evaluations"),
-    ("accuracy", "results", "trials solved against length, from retrieval"),
-    ("heat-map", "results", "trials solved by depth and length, from retrieval"),
-    ("training", "run", "loss against step, from a fine-tuning run"),
-    ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
-)
-"""Each picture, what it is drawn from, and what it shows."""
-SOURCES = {
-    "results": "evaluation directories or results.jsonl files",
-    "run": "a run's directory, or its metrics.jsonl",
-    "model": "a checkpoint's directory or hub id; only its config is read",
-}
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,71 +246,3 @@ def lm_eval(arguments: argparse.Namespace) -> None:
     if arguments.method is not None:
         given |= {"method": arguments.method, "target_length": target}
     run_harness(given, arguments.lengths, arguments.others)
-
-
-def _plot_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
-    for kind, source, text in KINDS:
-        command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
-        nargs = "+" if source == "results" else None
-        command.add_argument(source, type=path, nargs=nargs, help=SOURCES[source])
-        add_output(command, "FILE", "picture: .png, .svg or .pdf", required=True)
-        if kind in ("accuracy", "heat-map"):
-            text = "retrieval task (default: passkey)"
-            command.add_argument("--task", default="passkey", metavar="NAME", help=text)
-        if kind == "heat-map":
-            command.add_argument("--row", metavar="LABEL", help="row to draw, if the results have several")
-        if kind == "frequencies":
-            text = "target length in tokens (default: 8 times the trained window)"
-            command.add_argument("--target-length", type=length, metavar="N", help=text)
-            text = "methods (default: all that need only a target length)"
-            command.add_argument("--methods", type=methods, metavar="NAME,NAME", help=text)
-
-
-def plot(arguments: argparse.Namespace) -> None:
-    """Draw pictures from saved results, from a run, or from a checkpoint's config."""
-    output = Path(arguments.output)
-    check_new(output, overwrite=arguments.overwrite)
-    if arguments.kind == "training":
-        from rope_extend.plots.training_curves import plot_training
-
-        run = Path(arguments.run)
-        plot_training(run / "metrics.jsonl" if run.is_dir() else run, output)
-    elif arguments.kind == "frequencies":
-        _plot_frequencies(arguments, output)
-    else:
-        _plot_results(arguments, output)
-    print("written:", output)
-
-
-def _plot_results(arguments: argparse.Namespace, output: Path) -> None:
-    from rope_extend.evaluation.report_files import read_runs
-    from rope_extend.plots import curves, retrieval_maps
-
-    rows = read_runs(arguments.results)
-    if arguments.kind == "accuracy":
-        retrieval_maps.plot_accuracy(rows, arguments.task, output)
-        return
-    if arguments.kind != "heat-map":
-        draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-        draw([row for row in rows if row.result], output)
-        return
-    labels = [row.label for row in rows]
-    row = arguments.row or (labels[0] if len(labels) == 1 else None)
-    if row not in labels:
-        problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
-        raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
-    retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output)
-
-
-def _plot_frequencies(arguments: argparse.Namespace, output: Path) -> None:
-    from rope_extend.checkpoint.info import info
-    from rope_extend.encodings import RemapEncoding, encoding_class, methods_from_length, rotary_method
-    from rope_extend.plots.frequencies import plot_frequencies
-
-    shape = info(arguments.model).shape
-    target = arguments.target_length or 8 * shape.trained_length
-    # Methods that change positions have the frequencies of plain RoPE.
-    static = [name for name in methods_from_length() if not issubclass(encoding_class(name), RemapEncoding)]
-    encodings = [rotary_method(name).for_target(shape, target) for name in arguments.methods or static]
-    plot_frequencies(encodings, shape, output, seq_len=target)

@@ -25,7 +25,6 @@ from rope_extend.encodings.core.encoding import encoding_names as encoding_names
 from rope_extend.encodings.core.methods import Method as Method
 from rope_extend.encodings.core.methods import composed_name as composed_name
 from rope_extend.encodings.core.methods import method_named as method_named
-from rope_extend.encodings.core.methods import methods_from_length as methods_from_length
 from rope_extend.encodings.core.methods import rotary_method as rotary_method
 from rope_extend.encodings.core.remap import RemapEncoding as RemapEncoding
 from rope_extend.encodings.core.rope import GrowingRope as GrowingRope

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, compare, pairs
-from rope_extend.evaluation.labels import distinct_labels, distinct_names, model_name
+from rope_extend.evaluation.labels import distinct_names, model_name
 from rope_extend.evaluation.output_directory import FILES, PROMPTS, RESULTS, TABLE, check_files
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.report_parts import (
@@ -32,8 +31,6 @@ from rope_extend.report.page import Part, markdown, write_pages
 from rope_extend.report.tables import writable
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
-
-logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -139,16 +136,6 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
     if not rows:
         raise RopeExtendError(f"{str(file)!r} is empty; evaluate again with --resume to write it anew")
     return rows
-
-
-def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
-    """The rows of several runs in one list. Equal labels get the name of their run."""
-    named = zip(distinct_names(paths), map(read_results, paths), strict=True)
-    names, rows = zip(*((name, row) for name, found in named for row in found), strict=True)
-    if len({row.result.data for row in rows if row.result}) > 1:
-        logger.warning("these rows were measured on different texts, so they cannot be compared")
-    labels = distinct_labels([row.label for row in rows], names)
-    return [replace(row, label=label) for row, label in zip(rows, labels, strict=True)]
 
 
 def card_results(rows: Sequence[EvaluationRow]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        path: the output file; the suffix gives the format.
     """
     canvas = Canvas(path, "Perplexity against length", room=16)
     axes = canvas.axes

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
     INK,
     INTERVAL,
@@ -32,7 +31,7 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     Args:
         rows: `EvaluationRow`s, one line each; those without the task are left out.
         task: the name of the task.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        path: the output file; the suffix gives the format.
     """
     rows = [row for row in rows if task in row.retrieval.tasks]
     canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
@@ -59,12 +58,10 @@ def plot_heat_map(row: Any, task: str, path: str | Path) -> Path:
     Args:
         row: the `EvaluationRow` of one model.
         task: a task that has depths.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        path: the output file; the suffix gives the format.
     """
     result = row.retrieval
     lengths, depths = result.lengths(task), result.depths(task)
-    if not depths:
-        raise RopeExtendError(f"no heat map of {task!r}: {row.label} has no trials with a depth for it")
     subtitle = f"{row.label} · trials solved, %"
     canvas = Canvas(path, f"Retrieval by depth: {task}", subtitle, room=16)
     axes = canvas.axes

@@ -22,14 +22,12 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
 from rope_extend.method_names import method_names
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-FORMATS = (".png", ".svg", ".pdf")
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#6f4ba8", "#00707a", "#8a4b2d")
 PLAIN = "#5f5f5f"
 """The colour of plain RoPE and of models that were not changed."""
@@ -61,7 +59,7 @@ class Canvas:
     """A figure with a heading.
 
     Args:
-        path: the output file; the suffix gives the format.
+        path: the output file; the suffix gives the format, `.png` or `.svg`.
         title: the heading.
         subtitle: the line below the heading.
         room: free space between axes and heading, in points.
@@ -69,10 +67,6 @@ class Canvas:
 
     def __init__(self, path: str | Path, title: str, subtitle: str = "", *, room: float = 0) -> None:
         self.path = Path(path)
-        if self.path.suffix.lower() not in FORMATS:
-            raise RopeExtendError(
-                f"unknown picture format {self.path.suffix!r}: {str(path)!r} must end in {', '.join(FORMATS)}"
-            )
         self.figure = Figure(figsize=SIZE, layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
         self.axes: Axes = self.figure.subplots()
@@ -111,14 +105,11 @@ class Canvas:
 
 
 def write_figure(figure: Figure, path: Path, kind: str) -> None:
-    """Write a figure as `png`, `svg` or `pdf`, whatever the suffix; an equal figure makes an equal file."""
-    unstated: dict[str, dict[str, None]] = {
-        "svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
-        "pdf": {"CreationDate": None},
-    }
+    """Write a figure as `png` or `svg`, whatever the suffix; an equal figure makes an equal file."""
+    unstated = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
     # Text as text, and names in an SVG file that are not random.
     with rc_context({"svg.hashsalt": "rope_extend", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=200, format=kind, metadata=unstated.get(kind))
+        figure.savefig(path, dpi=200, format=kind, metadata=unstated)
 
 
 def method_colour(method: str) -> str:
@@ -147,8 +138,6 @@ def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
     Untrained rows are dashed, fine-tuned rows solid, and rows with a cropped context dotted. Further rows of
     one method and kind have other shades and markers.
     """
-    if not rows:
-        raise RopeExtendError("no rows to draw; give results in which this was measured")
     seen: Counter[tuple[str, str]] = Counter()
     styled = []
     for row in rows:

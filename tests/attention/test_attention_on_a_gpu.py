@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
-from rope_extend.attention import bias_parts, forward, log_sum_exp, rotation
+from rope_extend.attention import bias_parts, log_sum_exp
 from rope_extend.attention.packed import document_attention
 from rope_extend.evaluation.forward_plan import ForwardEstimator
 from rope_extend.memory.plan import Budget
@@ -128,21 +128,6 @@ def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> N
     assert counts[1] - counts[0] <= {"yarn": 0, "linear_attention": 3}.get(name, 2)  # which tokens are hidden
 
 
-@pytest.mark.parametrize(("devices", "times"), [(["cpu"], 6), (["cuda:0"], 1)])
-@torch.no_grad()
-def test_tables_come_to_a_gpu_once_for_all_layers(
-    devices: list[str], times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a long window are too large for a CPU's cache, but small next to the memory of a GPU."""
-    monkeypatch.setattr(forward, "TABLE_BYTES", 4000)  # positions fit, tables do not
-    angles, made = rotation.angles_of, []
-    monkeypatch.setattr(rotation, "angles_of", lambda *args: made.append(args) or angles(*args))
-    model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
-    with extended(model, "short_original(yarn)"), spread(model, *devices):
-        model(inputs(ids, devices[0]))
-    assert len(made) == times  # of the text beyond the trained window
-
-
 class Calls(TorchFunctionMode):
     """Notes each call of torch's attention: its mask, its heads of keys, and whether cuDNN may compute it."""
 
@@ -198,14 +183,6 @@ def test_whole_windows_are_causal_without_a_mask_and_with_grouped_heads(
     assert set(calls.masks) == {type(None)}
     assert set(calls.ways) == {(True, True)}
     assert set(calls.heads) == {2}
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_parts_of_a_bias_have_a_size_that_keeps_a_gpu_busy(device: str) -> None:
-    found = [bias_parts.rows_of_part(32, keys, torch.device(device)) for keys in (1024, 8192, 131_072)]
-    assert found == ([128, 32, 32] if device == "cpu" else [2048, 1024, 64])
-    computed = bias_parts.rows_of_part(32, 8192, torch.device(device), from_table=False)
-    assert computed == (32 if device == "cpu" else 256)
 
 
 def test_the_plan_of_a_long_window_has_no_masks_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import rope_extend as rx
+from rope_extend.attention import masks
 from rope_extend.errors import PatchError
 
 FAMILIES = {
@@ -77,7 +78,10 @@ def positions(mask: Tensor, pick: random.Random, *, by_column: bool) -> Tensor |
 
 @pytest.mark.parametrize(("method", "family"), few(PAIRS, 5, 2))
 @torch.no_grad()
-def test_chats_equal_one_forward_and_rows_alone(method: str, family: str) -> None:
+def test_chats_equal_one_forward_and_rows_alone(
+    method: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "MASK_ROWS", 7)
     model = model_of(family)
     caches: list[Any] = [DynamicCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 400)]
     if method == "sinks" and family in ("full", "pairs"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, ONE_BY_ONE, batch, in_parts, logits, same, tokens
+from batches import LENGTH, logits, same, tokens
 from cases import (
     REMAPS,
     TARGET,
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 import rope_extend as rx
 from rope_extend.attention import forward, remap_parts, rotation
 from rope_extend.encodings import RemapEncoding, RopeShape
+from rope_extend.encodings.core.regions import Bands, Borders, Chunks, StartAndWindow
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.rotary_tables import shape_of
 
@@ -265,8 +266,34 @@ def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...]
     torch.testing.assert_close(found, expected[:, :, first:], rtol=0, atol=4 * bound)
 
 
-def test_layers_with_a_short_window_are_left_alone() -> None:
-    """Gemma 2 rotates in both kinds of layers; the short window never has a distant pair."""
+def taken(borders: Borders, first: int, total: int) -> int:
+    """The pairs that the calls compute, for tokens from `first` on."""
+    states = torch.zeros(1, 1, total, 8)
+    segments = [(first, total, total)]
+    text = remap_parts.Text(states[:, :, first:], states, states, lambda of, part, *_: part, segments, 0, 1.0)
+    with torch.no_grad(), Recorder() as recorder:
+        assert remap_parts.attend(text, borders).shape[2] == total - first
+    return recorder.pairs
+
+
+def needed(borders: Borders, first: int, total: int) -> int:
+    """The pairs that attend."""
+    if not isinstance(borders, StartAndWindow):
+        return sum(range(first + 1, total + 1))
+    start, window = borders.start, borders.window
+    return sum(min(i + 1, start) + min(max(0, i + 1 - start), window) for i in range(first, total))
+
+
+@pytest.mark.parametrize("borders", [Bands(4), Chunks(4), StartAndWindow(3, 4)], ids=str)
+def test_no_text_takes_a_pair_more_than_attends(borders: Borders) -> None:
+    """Also a few tokens after a cache, at any place in a block or chunk."""
+    for total in (3, 8, 9, 15, 21):
+        for first in range(total):
+            if remap_parts.can_be_cut(borders, 0, first):
+                assert taken(borders, first, total) == needed(borders, first, total)
+
+
+def test_a_model_whose_windows_are_all_short_needs_no_extension() -> None:
     case = REMAPS[0]
     sliding = tiny_model(FamilyCase("mistral", {"head_dim": 16, "sliding_window": 24}))
     before, config = logits(sliding, tokens(1, LENGTH)), sliding.config.to_dict()
@@ -274,12 +301,6 @@ def test_layers_with_a_short_window_are_left_alone() -> None:
         patched(sliding, case)
     assert torch.equal(logits(sliding, tokens(1, LENGTH)), before)
     assert sliding.config.to_dict() == config
-    both = tiny_model(FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}))
-    data = batch()
-    with patched(both, case):
-        whole = logits(both, **data)
-        same(in_parts(both, data, ONE_BY_ONE), whole, data)
-        same(whole[1:2, 17:], logits(both, data["input_ids"][1:2, 17:]))
 
 
 def test_chunks_refuse_masks_that_look_ahead() -> None:

@@ -51,7 +51,6 @@ PHI3 = {
     "short_factor": divisors(SHAPE, 2.84), "long_factor": divisors(SHAPE, 64.84),
 }  # fmt: skip
 """The form of Phi-3's checkpoints, which compute the factor from config.max_position_embeddings."""
-BAD_NUMBERS = [math.nan, math.inf, -math.inf, 0, -1, -8.0, True, "8", None, [8], 8j, 1e30, 0.5]
 
 
 @pytest.fixture(params=ENCODINGS, ids=str)
@@ -114,20 +113,13 @@ def test_native_rope_parameters_round_trip(case: EncodingCase) -> None:
         assert not again.depends_on_length
 
 
-@pytest.mark.parametrize("factor", BAD_NUMBERS, ids=repr)
-def test_bad_factors_are_refused(factor: Any) -> None:
-    with pytest.raises(rx.RopeExtendError, match="yarn: factor must be a finite number") as error:
-        rx.encoding("yarn", factor=factor)
-    assert repr(factor) in str(error.value)
-
-
 @pytest.mark.parametrize("cls", encoding_classes().values(), ids=lambda cls: cls.name)
 def test_every_parameter_states_its_values(cls: type[Encoding]) -> None:
     """So a wrong value is refused when the encoding is made: of another type, or out of range."""
     examples = {"factor": 8.0, "long_factor": [2.0], "theta": 1e6, "far": YARN}
     others = {name: examples.get(name, 8) for name in cls.required()}
     for name in cls.parameters():
-        for bad in (object(), "many", math.nan, -1):
+        for bad in (object(), "many", math.nan, -math.inf, -1):
             with pytest.raises(rx.RopeExtendError, match=f"{cls.name}: {name} must be"):
                 rx.encoding(cls.name, **{**others, name: bad})
 

@@ -22,11 +22,10 @@ from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, pairs
 from rope_extend.evaluation.labels import adapter_labels, distinct_names, method_labels, model_name
-from rope_extend.evaluation.report_files import read_runs, write_report
+from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.report_parts import comparison_parts
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult, Scores
 from rope_extend.evaluation.statistics import paired_rates
-from rope_extend.report.machine import examine
 from rope_extend.report.page import markdown
 
 FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
@@ -217,7 +216,6 @@ def test_a_model_in_a_home_directory_is_not_called_by_its_user(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert model_name(str(tmp_path / "user" / "model")) == "user"
-    assert examine({})
 
 
 def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:
@@ -227,22 +225,3 @@ def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_dir
     assert len({*method_labels(["none", "/c/none"]).values()}) == 2
     with pytest.raises(RopeExtendError, match="give each method once"):
         method_labels(["a/found", f"{here}/a/found"])
-
-
-def test_runs_in_directories_of_the_same_name_have_different_labels(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And texts or prompts that differ are pointed out."""
-    rows = {"a": row("none", "none", 2.0), "b": row("none", "none", 2.5)}
-    rows |= {"c": row("none", "none", 2.0, data="f" * 16)}
-    rows |= {name: retrieved("none", FIRST, data=name[0]) for name in ("x", "x2", "y")}
-    for name, one in rows.items():
-        (tmp_path / name / "out").mkdir(parents=True)
-        (tmp_path / name / "out" / "results.jsonl").write_text(json.dumps(one.to_dict()))
-    paths = [tmp_path / "a" / "out", tmp_path / "b" / "out" / "results.jsonl"]
-    assert [one.label for one in read_runs(paths)] == ["none (a/out)", "none (b/out)"]
-    assert [one.label for one in read_runs(paths[:1])] == ["none"]
-    read_runs([tmp_path / "x" / "out", tmp_path / "x2" / "out"])
-    assert not caplog.text
-    read_runs([*paths, tmp_path / "c" / "out"])
-    assert "measured on different texts" in caplog.text

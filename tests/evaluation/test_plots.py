@@ -1,6 +1,5 @@
 """Pictures show the measured numbers."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,10 @@ from PIL import Image
 from test_report import TRAINED, row, several_rows
 
 import rope_extend as rx
-from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import RetrievalResult, Scores
 from rope_extend.plots import curves as plots
-from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 from rope_extend.plots.style import Canvas
-from rope_extend.plots.training_curves import plot_training
 from rope_extend.units import format_length
 
 SAVE = Canvas.save
@@ -164,50 +159,6 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     assert drawn[2].axes.get_ylim()[1] > max(lines(drawn[2].axes)["near"].get_ydata()) > 40
 
 
-def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
-    losses = [5 - 0.02 * i for i in range(50)]
-    log = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)] + [
-        {"step": 50, "perplexity": {"32": 3}}
-    ]
-    damaged = ["[" * 100_000, "[1]", '{"step": 60, "loss": "x"}', '{"step": Infinity, "loss": 1}']
-    text = "\n".join([*map(json.dumps, log), *damaged, '{"step": 51, "lo'])
-    (tmp_path / "metrics.jsonl").write_text(text)
-    plot_training(tmp_path / "metrics.jsonl", tmp_path / "a.png")
-    raw, mean = drawn[0].axes.lines
-    assert list(raw.get_ydata()) == losses
-    assert list(raw.get_xdata()) == list(range(1, 51))
-    for i, value in enumerate(mean.get_ydata()):
-        assert value == pytest.approx(np.mean(losses[max(0, i - 4) : i + 1]))
-
-
-def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
-    chosen = [rx.encoding("none"), rx.encoding("linear", factor=4.0), rx.encoding("dynamic_ntk", factor=4.0)]
-    plot_frequencies(chosen, shape, tmp_path / "a.svg", seq_len=128)
-    axes = drawn[0].axes
-    for encoding in chosen:
-        expected = encoding.inv_freq(shape, 128).numpy()
-        np.testing.assert_allclose(lines(axes)[str(encoding)].get_ydata(), 2 * np.pi / expected)
-    assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in axes.lines)
-
-
-def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
-    (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\xc0\n\xa1" * 100)
-    for call, message in (
-        (lambda: plots.plot_perplexity(rows, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
-        (lambda: plots.plot_perplexity([], tmp_path / "a.png"), "no rows"),
-        (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
-        (lambda: plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
-        (lambda: plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
-        (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is damaged"),
-    ):
-        with pytest.raises(RopeExtendError, match=message):
-            call()
-    assert not list(tmp_path.glob("a*"))
-
-
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     cells = [
         Scores("passkey", 1000, depth, tuple(float(n < solved) for n in range(10)))
@@ -224,10 +175,6 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     plot_accuracy([one, replace(one, label="two")], "passkey", tmp_path / "line.png")
     (length,), (rate,) = drawn[1].axes.lines[0].get_data()
     assert (length, rate) == (1000, pytest.approx(170 / 3))
-    with pytest.raises(RopeExtendError, match="no heat map"):
-        plot_heat_map(one, "multi_key", tmp_path / "none.png")
-    with pytest.raises(RopeExtendError, match="no rows"):
-        plot_accuracy([one], "needle", tmp_path / "none.png")
     plot_heat_map(replace(one, retrieval=RetrievalResult((*cells, *longer))), "passkey", tmp_path / "two.png")
     axes = drawn[-1].axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == [format_length(1000), "2k"]

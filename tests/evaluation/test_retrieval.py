@@ -217,7 +217,6 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
         tokens = len(encode(TOKENIZER, prompt["text"], prompt["chat"]))
         assert tokens == prompt["tokens"] == prompt["length"] - 10
         assert prompt["text"].endswith("PASS_KEY = ")  # the form that the bundled model knows
-    main(["plot", "heat-map", str(out), "--row", "yarn", "--output", str(tmp_path / "b.svg")])
     for more, message in (([], "--resume"), (["--resume", "--seed", "1"], "differs in prompts (")):
         with pytest.raises(SystemExit):  # a run is not replaced by mistake, nor resumed with other prompts
             main([*line, *more])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from cases import TRAINED
 
 import rope_extend as rx
@@ -22,7 +18,6 @@ from rope_extend.cli.measure import model_config
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.models.locating import check_path, is_path, local_directory
-from rope_extend.report.machine import OPTIONAL, examine
 from rope_extend.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -89,8 +84,7 @@ def test_lists_have_commas_or_spaces_and_a_model_may_follow(way: tuple[str, ...]
     ):
         config = model_config(RetrievalConfig, parse(["retrieve", f"--{name}", *written(*pair), "model"]))
         assert (getattr(config, name), config.model) == (values, "model")
-    for start in (["demo"], ["plot", "frequencies", "model", "--output", "o.png"]):
-        assert parse([*start, "--methods", *written("none", "yarn")]).methods == ["none", "yarn"]
+    assert parse(["demo", "--methods", *written("none", "yarn")]).methods == ["none", "yarn"]
 
 
 def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +111,6 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
         ("finetune {model} --data {data} --output {out}/x --target-length -4k", "or 32k; got '-4k'"),
         ("evaluate {model} --lengths -4k 8k --output {out}/x", "such as [4k, 8k]; got '-4k,8k'"),
         ("evaluate --lengths 16 32 {model} {out}/y --data {data} --output {out}/x", "there is no directory"),
-        ("plot perplexity {out} --output {out}/a.png", "no results"),
-        ("plot training {out} --output {out}/a.png", "metrics.jsonl"),
-        ("plot frequencies {model} --output {out}/a.xyz", "must end in"),
     ],
 )
 def test_mistakes_are_one_clear_line(
@@ -169,35 +160,11 @@ def test_a_mistyped_path_names_the_nearest_directory(tmp_path: Path) -> None:
     assert [is_path(name) for name in ("./a", "../a", "/a", "~/a", "a/b/c", "a/", ".", "a b")] == [True] * 8
 
 
-def test_doctor_names_what_is_missing_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "gguf")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
-    places = {"HF_HOME": str(tmp_path / "not" / "there"), "HF_HUB_OFFLINE": "1"}
-    findings = {finding.subject: finding for finding in examine(places)}
-    assert torch.__version__.partition("+")[0] == findings["torch"].result.partition("+")[0]
-    assert "not installed" not in findings["gguf"].result
-    for name, (use, command) in OPTIONAL.items():
-        if name != "gguf":
-            assert use in findings[name].result
-            assert command in findings[name].result
-    assert str(tmp_path / "not" / "there") in findings["hub cache"].result
-    assert "free some space" in findings["hub cache"].advice
-    assert "cache" in findings["hub"].advice
-
-
 def test_a_full_disk_is_one_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def doctor(_: object) -> None:
+    def families(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "picture.png")
 
-    monkeypatch.setitem(COMMANDS, "doctor", doctor)
-    assert re.search("the disk is full .*picture.png", fail("doctor", capsys))
-
-
-def test_doctor_prints_its_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    text, findings = run("doctor", capsys), json.loads(run("doctor --json", capsys))
-    assert all(finding["subject"] in text for finding in findings)
-    assert sum(line.startswith("!") for line in text.splitlines()) == sum(bool(f["advice"]) for f in findings)
+    monkeypatch.setitem(COMMANDS, "families", families)
+    assert re.search("the disk is full .*picture.png", fail("families", capsys))

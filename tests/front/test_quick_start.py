@@ -47,7 +47,7 @@ LIGHT = [
     ("finetune --model m --limit-memory 24", 2, "with its unit"),
     ("evaluate m --data d --output o --lengths 32kb", 2, "--lengths must be"),
     ("evaluate m --data d --output o --protocol slidng", 2, "sliding"),
-    ("plot frequencies m --output o.png --methods yran", 2, "Did you mean 'yarn'"),
+    ("demo --methods yran", 2, "Did you mean 'yarn'"),
     ("finetune --model m --data d --output o --target-length 64 --json", 2, "--json belongs to --plan"),
     ("finetune m --data d", 2, "missing output_dir"),
     ("finetune m --model m --data d --output o", 2, "two models are given"),
@@ -205,7 +205,6 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
         "rope-extend recipes co": ["copy"],
         "rope-extend recipes show llama3_8b_32k": ["llama3_8b_32k_yarn"],
         "rope-extend evaluate m --methods self": ["self_extend"],
-        "rope-extend plot heat": ["heat-map"],
         "rope-extend export x --to s": ["sglang"],
         "rope-extend advise x --gpu rtx-4": ["rtx-4090"],
     }.items():

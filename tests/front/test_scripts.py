@@ -245,7 +245,7 @@ def test_the_notebook_is_stored_with_what_it_shows() -> None:
     nbformat.validate(notebook)
     outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
     assert not [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 1
 
 
 @pytest.mark.slow

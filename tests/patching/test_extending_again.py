@@ -224,7 +224,7 @@ def test_the_window_now_is_the_larger_one_of_the_config() -> None:
         (TARGET, "logn(yarn)", {}, r"is not one table: it scales attention logits"),
         (TARGET, "alibi", {}, r"keeps the rotation that the model has, and alibi replaces it"),
         (TARGET, "nope", {}, r"keeps the rotation that the model has, and nope replaces it"),
-        (TARGET, "yarn", {"short": "original"}, r"leave one of the two out"),
+        (TARGET, "short_original(yarn)", {}, r"is not one table: its table depends on the length"),
         (
             TARGET,
             "yarn",

@@ -20,7 +20,6 @@ from cases import (
     ENCODINGS,
     FACTOR,
     FAMILIES,
-    REMAPS,
     TARGET,
     TRAINED,
     AlternativeCase,
@@ -252,38 +251,21 @@ def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, tor
         yield together[index, -row.shape[1] :], logits(model, row)[0]
 
 
-def caches_and_padding_change_nothing(family: FamilyCase, model: PreTrainedModel) -> None:
+@in_families([*ENCODINGS, *ALTERNATIVES], 0, ("length-dependent", "remap", "bias"))
+def test_caches_and_padding_change_nothing(
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase | AlternativeCase, patch: rx.Patch
+) -> None:
+    """Each family under a method that needs positions in attention, and each method in one family."""
+    if case.name == "linear_attention" and family.model_type in ONE_STATE:
+        with pytest.raises(PatchError, match=r"cannot use this DynamicCache.*use_cache=False"):
+            cached_and_whole(family, model, 40, 4)
+        return
     if "cache" not in family.limits:
         for prefilled, decoded in DECODED:
             assert_same_but_rounding(*cached_and_whole(family, model, prefilled, decoded))
     if "padding" not in family.limits:
         for padded, alone in padded_and_alone(model):
             assert_same_but_rounding(padded, alone)
-
-
-@in_families(ENCODINGS, 0, "length-dependent")
-def test_caches_and_padding_change_nothing(
-    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
-) -> None:
-    caches_and_padding_change_nothing(family, model)
-
-
-@in_families(REMAPS, 0, few=True)
-def test_caches_and_padding_change_nothing_if_positions_change(
-    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
-) -> None:
-    caches_and_padding_change_nothing(family, model)
-
-
-@in_families(ALTERNATIVES, 0)
-def test_caches_and_padding_change_nothing_for_an_alternative(
-    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, patch: rx.Patch
-) -> None:
-    if case.name == "linear_attention" and family.model_type in ONE_STATE:
-        with pytest.raises(PatchError, match=r"cannot use this DynamicCache.*use_cache=False"):
-            cached_and_whole(family, model, 40, 4)
-    else:
-        caches_and_padding_change_nothing(family, model)
 
 
 LIMITS = [(case, limit) for case in FAMILIES for limit in case.limits]

@@ -361,21 +361,3 @@ def test_a_compiled_step_serves_every_position(
             seen.append(step(ids, position_ids=at, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(seen, dim=1), logits(stock, IDS[:, :12]), **CLOSE)
     assert len(graphs) <= 2, "once for the empty cache, once for the rest"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setup", few(TRACED, 4, 2), ids=str, indirect=True)
-def test_exported(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    """One graph for any length, with the table of the export."""
-    program = torch.export.export(
-        patched,
-        (),
-        {"input_ids": IDS, "use_cache": False},
-        dynamic_shapes={"input_ids": {1: torch.export.Dim("length", min=2, max=128)}, "use_cache": None},
-        strict=False,
-    )
-    for length in (60, 31):
-        ids = IDS[:, :length]
-        with torch.no_grad():
-            exported = program.module()(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(exported, logits(stock, ids), **CLOSE)

@@ -228,17 +228,17 @@ class SavedEncoding:
 
     Attributes:
         encoding: the encoding.
-        shape: the rotary shape of the model; None if the file does not say.
-        target_length: the longest window that it is meant for, in tokens; None if the file does not say.
+        shape: the rotary shape of the model.
+        target_length: the longest window that it is meant for, in tokens.
     """
 
     encoding: Encoding
-    shape: RopeShape | None = None
-    target_length: int | None = None
+    shape: RopeShape
+    target_length: int
 
     @classmethod
     def read(cls, file: Path) -> SavedEncoding:
-        """From its file. The `to_dict()` of an encoding alone is taken too.
+        """From its file.
 
         Raises:
             RopeExtendError: the file is damaged, or is no such file.
@@ -247,8 +247,6 @@ class SavedEncoding:
             values = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise TypeError(f"its JSON is a {type(values).__name__}, and not an object with keys")
-            if "name" in values:
-                return cls(Encoding.from_dict(values))
             target_length = check_length(str(file), "target_length", values["target_length"])
             return cls(Encoding.from_dict(values["encoding"]), RopeShape(**values["shape"]), target_length)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -263,9 +261,8 @@ class SavedEncoding:
         Raises:
             OSError: the file cannot be written.
         """
-        shape = None if self.shape is None else asdict(self.shape)
-        values = {"encoding": self.encoding.to_dict(), "shape": shape, "target_length": self.target_length}
-        write_json(file, values)
+        shape, encoded = asdict(self.shape), self.encoding.to_dict()
+        write_json(file, {"encoding": encoded, "shape": shape, "target_length": self.target_length})
 
     def for_target(self, shape: RopeShape, target_length: int) -> Encoding:
         """The encoding itself.
@@ -273,12 +270,12 @@ class SavedEncoding:
         Raises:
             RopeExtendError: it belongs to a model of another shape, or to a shorter window.
         """
-        if self.shape is not None and self.shape != shape:
+        if self.shape != shape:
             raise RopeExtendError(
                 f"the saved encoding {self.encoding} belongs to another model: it is for {self.shape}, and "
                 f"this model has {shape}; search again for this model"
             )
-        if self.target_length is not None and target_length > self.target_length:
+        if target_length > self.target_length:
             raise RopeExtendError(
                 f"the saved encoding {self.encoding} is for {format_length(self.target_length)} tokens, got "
                 f"{format_length(target_length)}; use a target up to that length, or search again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
@@ -138,15 +137,3 @@ def composed_name(encoding: Encoding) -> str:
     if not isinstance(inner, RopeEncoding) or inner.name == "none":
         return encoding.name
     return f"{encoding.name}({composed_name(inner)})"
-
-
-def methods_from_length() -> list[str]:
-    """The rotary methods that need only a target length, and no other method inside them."""
-    names = []
-    for name in encoding_names(RopeEncoding):
-        cls = encoding_class(name)
-        with contextlib.suppress(RopeExtendError):
-            cls.for_target(RopeShape(dim=128, theta=1e4, trained_length=4096), 32_768)
-            if cls.inner_name != "inner":
-                names.append(name)
-    return names

@@ -218,7 +218,7 @@ class ScaledRope(RopeEncoding):
 
     factor: Annotated[float, number(1, MAX_FACTOR)]
 
-    def target_length(self, shape: RopeShape) -> int | None:
+    def target_length(self, shape: RopeShape) -> int:
         """`factor * trained_length`, to the nearest token."""
         return round(self.factor * shape.trained_length)
 

@@ -76,16 +76,6 @@ class ExtendedShape(RopeShape):
 
     table: tuple[float, ...] = dataclasses.field(repr=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.table) != self.dim // 2:
-            raise RopeExtendError(
-                f"ExtendedShape: the table needs {self.dim // 2} frequencies, one for each channel pair, got "
-                f"{len(self.table)}"
-            )
-        for pair, frequency in enumerate(self.table):
-            number(0)("ExtendedShape", f"table[{pair}]", frequency)
-
     def inv_freq(self, theta: float | None = None) -> Tensor:
         """The present table; with another base, each pair slowed as that base slows it in plain RoPE.
 
