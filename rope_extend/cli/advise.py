@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -58,6 +60,10 @@ def advise(arguments: argparse.Namespace) -> None:
     if file is not None:
         check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
+    if "peft" not in sys.modules:  # it would import bitsandbytes, which takes seconds, and no plan needs it
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+        importlib.import_module("peft")
+        del sys.modules["bitsandbytes"]
 
     from rope_extend.advice.answer import advise as run
     from rope_extend.advice.describing import describe
