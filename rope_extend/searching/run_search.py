@@ -52,8 +52,9 @@ def search(
 ) -> SearchResult:
     """Find a divisor for the frequency of each channel pair, and an attention factor.
 
-    If `config.output` is set, the directory gets the encoding (`encoding.json`), a card, and the log of all
-    evaluations. The directory is then a method: `extend(model, target_length, directory)`.
+    If `config.output` is set, the directory gets the encoding (`encoding.json`), the settings and held-out
+    losses (`search.json`), and the log of all evaluations. The directory is then a method:
+    `extend(model, target_length, directory)`.
 
     An interrupted search loses at most one evaluation. With `resume=True` it continues, and ends on the same
     table, bit for bit.

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
 from rope_extend.evaluation.statistics import Difference, plain
-from rope_extend.files import replacing_files, write_json, write_text
-from rope_extend.method_names import CURRENT, ENCODING_FILE
-from rope_extend.report.page import Part, markdown
-from rope_extend.report.tables import Code, Section, interval, markdown_table, markdown_text
+from rope_extend.files import replacing_files, write_json
+from rope_extend.method_names import ENCODING_FILE
+from rope_extend.report.tables import interval, markdown_table
 from rope_extend.searching.evaluations import Cost, Losses, score
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import Table
-from rope_extend.units import format_duration, format_length
 
-CARD, SUMMARY = "README.md", "search.json"
-FILES = (CARD, SUMMARY, ENCODING_FILE)
+SUMMARY = "search.json"
+FILES = (SUMMARY, ENCODING_FILE)
 """The files of a finished search; the encoding appears last."""
 
 
@@ -97,8 +94,8 @@ class SearchResult:
             "data": self.data,
         }
 
-    def lines(self) -> list[list[str]]:
-        """The rows as lines of a table."""
+    def table_text(self) -> str:
+        """The rows as a Markdown table."""
         lines = [["table", "loss, nats", "minus the winner's (95 %)", "attention factor", "divisors"]]
         for row in self.rows:
             difference, divisors = row.difference, row.table.divisors
@@ -109,51 +106,7 @@ class SearchResult:
                 row.label, f"{row.score:.4f}", "the winner" if row is self.winner else change,
                 f"{row.table.attention_factor:g}", f"{divisors[0]:g} … {divisors[-1]:g}",
             ])  # fmt: skip
-        return lines
-
-    def table_text(self) -> str:
-        """The rows as a Markdown table."""
-        return markdown_table(self.lines())
-
-    def card(self) -> str:
-        """The card: what was searched, on which documents, what it cost, and how to use it."""
-        config, shape, encoding, cost = self.config, self.shape, self.encoding, self.cost
-        target = format_length(encoding.target_length(shape) or config.target_length)
-        evaluate = f"rope-extend evaluate {quote(config.model)} --methods DIRECTORY --lengths {target}"
-        finetune = f"rope-extend finetune --model {quote(config.model)} --method DIRECTORY"
-        relative = ""
-        if config.start == CURRENT:
-            relative = " of the table that the model had, which the encoding multiplies"
-        parts: list[Part] = [
-            f"{ENCODING_FILE} holds the encoding, {self.winner.label}. Use this directory as a method.",
-            Code("On the command line", f"{evaluate} --data ... --output report\n"
-                 f"{finetune} --target-length {target} ..."),
-            Code("In Python", f'rope_extend.extend(model, "{target}", "DIRECTORY")'),
-            Section("What was searched", notes=[
-                f"Model: {config.model}, trained on {shape.trained_length} tokens.",
-                f"Rotation: {shape.dim} channels of a head, base {shape.theta:g}.",
-                f"Seed: {config.seed}.",
-                f"Fitness: mean loss at {', '.join(map(str, config.lengths))} tokens.",
-                f"Attention factor: {self.table.attention_factor:g}.",
-            ]),
-            Code(f"Divisors{relative}, fastest pair first", " ".join(f"{d:g}" for d in self.table.divisors)),
-            Code("The encoding", str(encoding)),
-            Section("Held-out documents", self.lines(), [
-                f"The loss is the fitness on {len(self.holdout)} documents that were not searched on. The "
-                "difference is paired by document.",
-                "The winner was chosen by its loss on these documents, so this loss is too good. Measure it "
-                "on other documents.",
-            ]),
-            Section("Cost", notes=[
-                f"{cost.evaluations:,} evaluations, {cost.passes:,} forward passes, {cost.forward_tokens:,} "
-                f"forward tokens, {format_duration(cost.seconds)}. Held-out documents are included.",
-            ]),
-            Section("Searched on", notes=self.documents),
-            Section("Held out", notes=self.holdout),
-            f"Fingerprint of all documents: {self.data}.",
-        ]  # fmt: skip
-        title = f"Frequency divisors for {config.model}, {target} tokens"
-        return f"# {markdown_text(title)}\n\n{markdown(parts)}"
+        return markdown_table(lines)
 
     def write(self, directory: Path) -> None:
         """Write the files of a finished search; all of them appear, or none.
@@ -162,7 +115,6 @@ class SearchResult:
             OSError: a file cannot be written.
         """
         with replacing_files(directory, last=ENCODING_FILE) as files:
-            write_text(files / CARD, self.card())
             write_json(files / SUMMARY, self.to_dict())
             saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
             saved.write(files / ENCODING_FILE)
