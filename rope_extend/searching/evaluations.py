@@ -159,7 +159,7 @@ class Evaluator:
             patch_model(
                 self.model,
                 space.encoding(table),
-                trained_length=space.pretrained.trained_length,
+                trained_length=space.shape.trained_length,
                 target_length=space.target_length,
             ),
         ):

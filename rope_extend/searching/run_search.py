@@ -13,8 +13,6 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.sources import check_outside
-from rope_extend.encodings import RopeShape
-from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOADING
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
@@ -23,8 +21,6 @@ from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
-from rope_extend.method_names import CURRENT
-from rope_extend.models.current_table import current_table
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
@@ -41,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 _NOT_IN_IDENTITY = (
-    "model", "data", "output", "start", "current_length", "text_column", "split",
+    "model", "data", "output", "text_column", "split",
     *SearchConfig.groups[LOADING],
 )  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own."""
@@ -145,7 +141,13 @@ def plan_search(config: SearchConfig) -> SearchPlan:
 def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
     options = LoadOptions.of(config)
     empty = options.empty(config.model)
-    space = _space(config, empty)
+    shape = shape_of(empty, config.trained_length)
+    if config.target_length <= shape.trained_length:
+        raise RopeExtendError(
+            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
+            f"{config.target_length}"
+        )
+    space = Space(shape, config.target_length)
     passes = config.race_passes + HELD_OUT_TABLES * config.holdout
     table = space.table([1.0] * (space.pairs - 1) + [space.factor])
     forward = plan_forward(
@@ -154,32 +156,9 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         load_options=options,
         empty=empty,
         encodings=[space.encoding(table)],
-        trained_length=space.pretrained.trained_length,
+        trained_length=space.shape.trained_length,
     )
     return space, SearchPlan(passes, passes * config.target_length, forward)
-
-
-def _space(config: SearchConfig, empty: Any) -> Space:
-    """Where a search looks: relative to plain RoPE, or to the table that the model has."""
-    current = None
-    if config.start == CURRENT:
-        current = current_table(empty, config.trained_length, config.current_length)
-        shape: RopeShape = current.shape
-        rotates = all(frequency > ZERO_FREQUENCY for frequency in current.shape.table)
-        if not rotates or current.short is not None:
-            problem = "has another table for short texts" if rotates else "does not rotate some channel pairs"
-            raise RopeExtendError(
-                f"search: this model {problem}, so its present table has no divisors to search; use start "
-                "pretrained"
-            )
-    else:
-        shape = shape_of(empty, config.trained_length)
-    if config.target_length <= shape.trained_length:
-        raise RopeExtendError(
-            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
-            f"{config.target_length}"
-        )
-    return Space(shape, config.target_length, current)
 
 
 def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path | None:
@@ -260,7 +239,7 @@ def _searched(evaluator: Evaluator) -> SearchResult:
     names = [document.name for document in evaluator.all_documents]
     return SearchResult(
         config=config,
-        shape=space.pretrained,
+        shape=space.shape,
         encoding=space.encoding(winner),
         rows=found,
         cost=evaluator.cost,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
-from rope_extend.checks import choice, number
+from rope_extend.checks import number
 from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
 from rope_extend.errors import refuse_if
 from rope_extend.evaluation.evaluation_config import (
@@ -21,7 +21,6 @@ from rope_extend.evaluation.evaluation_config import (
     TextColumn,
     TrainedLength,
 )
-from rope_extend.method_names import PRETRAINED, STARTS, check_start
 from rope_extend.models.locating import check_path
 
 PAPER_EVALUATIONS = 64 + 40 * 32
@@ -63,18 +62,6 @@ class SearchConfig(Config):
     lengths: Annotated[
         tuple[int, ...], LENGTHS, "lengths whose mean losses are the fitness (default: target_length)"
     ] = BY_TARGET
-    start: Annotated[
-        str,
-        choice(*STARTS),
-        "what divisors are relative to: plain RoPE and the pretrained window, or the table that the "
-        "checkpoint has now and the window that it was trained to read under it (LongRoPE's second search)",
-    ] = PRETRAINED
-    current_length: Annotated[
-        int | None,
-        LENGTH,
-        "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
-        "wrong",
-    ] = None
     attention_factor: Annotated[
         float | None,
         number(0.01, below=100),
@@ -99,7 +86,6 @@ class SearchConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_path(self.model)
-        check_start("search", self.start, self.current_length)
         target, lengths = self.target_length, self.lengths
         refuse_if(
             lengths[0] < 2 or lengths[-1] != target,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rope_extend.encodings import LongRoPE, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.current_table import CurrentTable
 
 STEP = 100
 """Divisors are multiples of 1/100, as in LongRoPE (2402.13753, table 4)."""
@@ -34,14 +33,12 @@ class Space:
     """Where a search looks: non-decreasing divisors from 1 to `largest`, in steps of 0.01.
 
     Attributes:
-        shape: the rotary shape that divisors are relative to: of the pretrained model, or of `current`.
+        shape: the rotary shape of the model as it was pretrained.
         target_length: the window to reach, in tokens.
-        current: the schedule that candidates are multiplied with, in a search on an extended model.
     """
 
     shape: RopeShape
     target_length: int
-    current: CurrentTable | None = None
 
     @property
     def pairs(self) -> int:
@@ -58,20 +55,14 @@ class Space:
         """The largest divisor, in hundredths."""
         return int(HEAD_ROOM * self.factor * STEP + 1e-6)
 
-    @property
-    def pretrained(self) -> RopeShape:
-        """The rotary shape of the model as it was pretrained."""
-        return self.shape if self.current is None else self.current.pretrained
-
     def encoding(self, table: Table) -> LongRoPE:
-        """A candidate as an encoding of the pretrained model, with one table for all lengths."""
-        found = LongRoPE(
+        """A candidate as an encoding with one table for all lengths."""
+        return LongRoPE(
             self.factor,
             long_factor=table.divisors,
             short_factor=table.divisors,
             attention_scale=table.attention_factor,
         )
-        return found if self.current is None else self.current.extended_by(found, self.target_length)
 
     def table(self, divisors: Iterable[float], attention_factor: float = 1.0) -> Table:
         """The nearest candidate: divisors rounded to the step and limited to the range.

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from cases import TRAINED, tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from cases import TRAINED
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -21,10 +19,6 @@ from rope_extend.searching.evaluations import LOG, Evaluator
 from rope_extend.searching.run_search import plan_search
 
 TARGET = 2 * TRAINED
-NOW, FAR = 2 * TRAINED, 4 * TRAINED
-SECOND = {"start": "current", "target_length": FAR}
-"""LongRoPE's second search, on a model that was extended to `NOW` before."""
-
 pytestmark = pytest.mark.usefixtures("private_cache")
 
 
@@ -72,6 +66,7 @@ def test_the_command_writes_an_encoding_and_a_log(
 
 
 def test_other_commands_take_the_directory(work: Path, searched: Path) -> None:
+    """And measure the loss by which it won."""
     config = EvaluationConfig(
         model=str(work / "model"), data=str(work / "data"), methods=("yarn", str(searched)),
         lengths=(TARGET,), retrieval=0, cropped=False, max_documents=1,
@@ -173,61 +168,3 @@ def test_configs_are_complete_and_plans_need_no_data(work: Path) -> None:
         config = rx.SearchConfig.from_yaml(file, {"model": str(work / "model")})
         assert rx.SearchConfig.from_dict(config.to_dict()) == config
         assert plan_search(config).passes > 0
-
-
-@pytest.fixture(scope="module")
-def extended(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with YaRN in its config, for twice the window of pretraining."""
-    directory = tmp_path_factory.mktemp("extended") / "model"
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    with rx.extend(model, NOW, "yarn"):
-        model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(work / "model").save_pretrained(directory)
-    return directory
-
-
-def test_the_second_search_multiplies_the_table_that_the_model_has(
-    extended: Path, work: Path, tmp_path: Path
-) -> None:
-    """What is written is one table: the present one divided by the divisors that were found."""
-    output = tmp_path / "out"
-    config = settings(work, output, **{**SECOND, "model": str(extended)})
-    result = rx.search(config, progress=False)
-    yarn = rx.encoding("yarn", factor=NOW / TRAINED)
-    assert isinstance(yarn, rx.RopeEncoding)
-    table, factor = yarn.inv_freq(result.shape).tolist(), yarn.attention_factor(result.shape)
-    assert result.shape.trained_length == TRAINED
-    encoding = result.encoding
-    expected = [f / d for f, d in zip(table, result.table.divisors, strict=True)]
-    assert encoding.inv_freq(result.shape).tolist() == pytest.approx(expected, rel=1e-13)
-    assert encoding.attention_scale == pytest.approx(factor * result.table.attention_factor, rel=1e-13)
-    assert encoding.factor == FAR / TRAINED
-    assert not encoding.depends_on_length
-    assert {"linear", "ntk"} & {row.label for row in result.rows}
-    # The winner's loss, by rope_extend.perplexity with the directory as a method.
-    model = AutoModelForCausalLM.from_pretrained(extended).eval()
-    documents = rx.load_documents(
-        str(work / "data"), AutoTokenizer.from_pretrained(extended), min_tokens=FAR, max_tokens=FAR
-    )
-    with rx.extend(model, FAR, str(output)) as patch:
-        assert patch.encoding == encoding
-        measured = rx.perplexity(model, documents[1:3], FAR, progress=False)
-    assert float(torch.tensor(measured.ppl[FAR]).log()) == pytest.approx(result.winner.score, abs=1e-5)
-    assert rx.search(config, resume=True, progress=False).encoding == encoding
-    with pytest.raises(rx.RopeExtendError, match="must exceed the trained window of 64 tokens, got 64"):
-        rx.search(replace(config, target_length=NOW, lengths=None, output=None), progress=False)
-
-
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [("clipped", "does not rotate some channel pairs"), ("longrope", "has another table for short texts")],
-)
-def test_a_table_that_has_no_divisors_is_refused(method: str, message: str, tmp_path: Path) -> None:
-    """Said before the weights are loaded: the checkpoint has none."""
-    model = tiny_llama()
-    pairs = rx.info(model).shape.dim // 2
-    lists = {"long_factor": [2.0] * pairs} if method == "longrope" else {}
-    rx.extend(model, NOW, method, **lists)
-    model.config.save_pretrained(tmp_path)
-    with pytest.raises(rx.RopeExtendError, match=f"this model {message}"):
-        plan_search(settings(tmp_path, None, **{**SECOND, "model": str(tmp_path)}))
