@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -31,9 +31,6 @@ _ADVICE = "give the settings of that search, use another directory, or overwrite
 SEARCH, HOLDOUT = "search", "held out"
 """The two groups of documents."""
 
-Losses = tuple[float, ...]
-"""The mean losses of a document, in nats per token, at each of the lengths."""
-
 
 class Cost(NamedTuple):
     """What evaluations cost.
@@ -51,20 +48,17 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def score(losses: Iterable[Losses]) -> float:
-    """The fitness, lower is better: the mean over lengths and documents, in nats per token.
+def score(losses: Sequence[float]) -> float:
+    """The fitness, lower is better: the mean of the losses of documents, in nats per token.
 
     Infinite if a loss is not a finite number.
     """
-    values = [loss for document in losses for loss in document]
-    total = math.fsum(values) / len(values)
-    return total if math.isfinite(total) else math.inf
+    mean = math.fsum(losses) / len(losses)
+    return mean if math.isfinite(mean) else math.inf
 
 
 class Evaluator:
     """Measures the candidates of a search on documents, and ranks them.
-
-    One forward gives the losses at all lengths, because the tables of candidates do not depend on the length.
 
     Args:
         model: the model.
@@ -94,13 +88,13 @@ class Evaluator:
         chunk: int | None = None,
     ) -> None:
         self.model, self.config, self.space, self.chunk = model, config, space, chunk
-        self.all_documents, self.documents, self.lengths = documents, config.documents, config.lengths
+        self.all_documents, self.documents = documents, config.documents
         self.random = random.Random(config.seed)
         """Source of all random choices of the search."""
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike `losses`, it is the same in a resumed search."""
-        self.losses: dict[tuple[Table, str], Losses] = {}
-        """Those of each candidate on each document that was measured, such as `search 3`, now or earlier."""
+        self.losses: dict[tuple[Table, str], float] = {}
+        """The mean loss of each candidate on each document that was measured, such as `search 3`, in nats."""
         self._journal = Journal(
             file, identity or {}, holds="evaluations", advice=_ADVICE, check=self._keep
         )  # what is measured already
@@ -122,7 +116,7 @@ class Evaluator:
         records = self._journal.records
         passes = sum(len(record["losses"]) for record in records)
         seconds = math.fsum(record["seconds"] for record in records)
-        return Cost(len(records), passes, passes * self.lengths[-1], seconds)
+        return Cost(len(records), passes, passes * self.config.target_length, seconds)
 
     def scores(self, tables: Sequence[Table], documents: int | None = None) -> list[float]:
         """The fitness of candidates, lower is better: on the first documents to search on, or on all."""
@@ -135,11 +129,11 @@ class Evaluator:
         scores = dict(zip(different, self.scores(different, documents), strict=True))
         return sorted(different, key=scores.__getitem__)
 
-    def held_out(self, table: Table) -> list[Losses]:
+    def held_out(self, table: Table) -> list[float]:
         """The losses of a candidate on each of the documents that are not searched on."""
         return self._losses(table, HOLDOUT, range(len(self.all_documents) - self.documents))
 
-    def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
+    def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[float]:
         names = [f"{group} {number}" for number in numbers]
         new = {(table, name) for name in names} - self.requested
         self.requested |= new
@@ -152,7 +146,7 @@ class Evaluator:
 
     def _measure(self, table: Table, group: str, numbers: Sequence[int]) -> None:
         """Measure a candidate on the documents with these numbers of a group, and write the line."""
-        started, space = time.perf_counter(), self.space
+        started, space, length = time.perf_counter(), self.space, self.config.target_length
         shift = 0 if group == SEARCH else self.documents
         with (
             quiet_patching(),
@@ -166,29 +160,23 @@ class Evaluator:
             result = perplexity(
                 self.model,
                 [self.all_documents[shift + number] for number in numbers],
-                self.lengths,
+                length,
                 progress=False,
                 options=RunOptions(chunk=self.chunk),
             )
-        sums, terms = result.document_nll, result.document_terms
-        losses = {
-            f"{group} {number}": tuple(sums[length][row] / terms[length][row] for length in self.lengths)
-            for row, number in enumerate(numbers)
-        }
+        sums, terms = result.document_nll[length], result.document_terms[length]
+        losses = {f"{group} {number}": sums[row] / terms[row] for row, number in enumerate(numbers)}
         self.add(table, losses, time.perf_counter() - started)
 
-    def add(self, table: Table, losses: Mapping[str, Losses], seconds: float) -> None:
+    def add(self, table: Table, losses: Mapping[str, float], seconds: float) -> None:
         """Add an evaluation, and write its line; a loss that is not finite becomes infinity."""
         self._journal.append({**vars(table), "losses": plain(losses), "seconds": seconds})
         self._keep(self._journal.records[-1])  # as it will be read again
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         table = Table(tuple(map(_number, record["divisors"])), _number(record["attention_factor"]))
-        for name, values in record["losses"].items():
-            require(len(values) == len(self.lengths))
-            self.losses[table, name] = tuple(
-                math.inf if value is None else _number(value, -math.inf) for value in values
-            )
+        for name, value in record["losses"].items():
+            self.losses[table, name] = math.inf if value is None else _number(value, -math.inf)
         _number(record["seconds"])
 
 

@@ -225,14 +225,13 @@ def _searched(evaluator: Evaluator) -> SearchResult:
             "search: no candidate has a finite loss on the held-out documents; the model gives NaN, so try "
             "another dtype"
         )
-    by_document = {table: [score([one]) for one in values] for table, values in losses.items()}
     target, terms = config.target_length, [1] * config.holdout
     found = [
         HeldOutRow(
             label=rows[table],
             table=table,
             losses=losses[table],
-            difference=paired(target, by_document[winner], by_document[table], terms),
+            difference=paired(target, losses[winner], losses[table], terms),
         )
         for table in by_score
     ]

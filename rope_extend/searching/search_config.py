@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from rope_extend.checks import number
-from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
+from rope_extend.config import COUNT, LENGTH, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
 from rope_extend.errors import refuse_if
 from rope_extend.evaluation.evaluation_config import (
     LOADING,
@@ -34,9 +34,6 @@ HELD_OUT_TABLES = FINALISTS + 4
 SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
 """The fewest passes, in all and for each document: a search compares closed forms, and looks further."""
 
-BY_TARGET: Any = None
-"""The default of fields that depend on the target; settings that are made hold the value instead."""
-
 
 @dataclass(frozen=True)
 class SearchConfig(Config):
@@ -59,9 +56,6 @@ class SearchConfig(Config):
     holdout: Annotated[
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
     ] = 5
-    lengths: Annotated[
-        tuple[int, ...], LENGTHS, "lengths whose mean losses are the fitness (default: target_length)"
-    ] = BY_TARGET
     attention_factor: Annotated[
         float | None,
         number(0.01, below=100),
@@ -77,7 +71,7 @@ class SearchConfig(Config):
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "what is measured": ("documents", "holdout", "lengths"),
+        "what is measured": ("documents", "holdout"),
         LOADING: ("device", "dtype", "attention"),
     }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
@@ -86,22 +80,11 @@ class SearchConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_path(self.model)
-        target, lengths = self.target_length, self.lengths
-        refuse_if(
-            lengths[0] < 2 or lengths[-1] != target,
-            f"search: lengths must be from 2 to target_length, {target}, and the longest of lengths must be "
-            "target_length: text within shorter windows prefers smaller divisors. Got "
-            f"{list(lengths)}",
-        )
         refuse_if(
             self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents),
             f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of the "
             f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout",
         )
-
-    def computed_defaults(self) -> Mapping[str, Any]:
-        """The target as the only length."""
-        return {"lengths": (self.target_length,)}
 
     @property
     def race_passes(self) -> int:

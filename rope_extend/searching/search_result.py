@@ -12,7 +12,7 @@ from rope_extend.evaluation.statistics import Difference, plain
 from rope_extend.files import replacing_files, write_json
 from rope_extend.method_names import ENCODING_FILE
 from rope_extend.report.tables import interval, markdown_table
-from rope_extend.searching.evaluations import Cost, Losses, score
+from rope_extend.searching.evaluations import Cost, score
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import Table
 
@@ -28,13 +28,13 @@ class HeldOutRow:
     Attributes:
         label: its name.
         table: the candidate.
-        losses: its mean losses on each of the held-out documents, in nats per token.
+        losses: its mean loss on each of the held-out documents, in nats per token.
         difference: its score minus the winner's, with the 95 % interval over documents.
     """
 
     label: str
     table: Table
-    losses: Sequence[Losses]
+    losses: Sequence[float]
     difference: Difference
 
     @property

@@ -131,7 +131,6 @@ def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: 
         ({"target_length": TRAINED}, "target_length must exceed the trained window of 32 tokens"),
         ({"documents": 2}, "2 documents and 2 held-out ones of 64 tokens are needed, and the data has 3,"),
         ({"data": None}, "data is not set"),
-        ({"lengths": 32}, "lengths must be from 2 to target_length, 64, and the longest"),
         ({"holdout": 5}, "nothing is left of the budget"),
         ({"model": "no/model/here"}, "no/model/here"),
     ],
