@@ -36,7 +36,7 @@ LIGHT = [
     ("info model --trained-length banana", 2, "not a length in tokens: 'banana'"),
     ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
-    ("recipes copy llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
+    ("recipes llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
     ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),
     ("generate model --file book.txt --method yran", 2, "Did you mean 'yarn'"),
     ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
