@@ -59,7 +59,7 @@ def search(
         config: what to search, and how.
         resume: resume an interrupted search in the output directory.
         overwrite: replace a search in the output directory.
-        progress: show a progress bar; where there is no terminal, a line in the log now and then.
+        progress: show a progress bar.
 
     Raises:
         RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
@@ -94,7 +94,7 @@ def _search(
     file = None if output is None else output / LOG
     chunk = plan.forward.longest.chunk_size if plan.forward else None
     evaluator = Evaluator(model, documents, config, space, file=file, identity=identity, chunk=chunk)
-    bar = progress_bar(logger, shown=progress, total=plan.passes, unit="doc", desc="search")
+    bar = progress_bar(shown=progress, total=plan.passes, unit="doc", desc="search")
     with evaluator, bar as evaluator.bar:
         result = _searched(evaluator)
         if output is not None:
