@@ -27,10 +27,10 @@ from rope_extend.models.processes import process_count
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching.evaluations import LOG, Evaluator, score
-from rope_extend.searching.race import published, race
 from rope_extend.searching.search_config import HELD_OUT_TABLES, SearchConfig
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import Space
+from rope_extend.searching.strategy import published, race
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)

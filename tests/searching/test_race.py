@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import rope_extend as rx
 from rope_extend.encodings import NTK, YaRN, critical_range
-from rope_extend.searching.race import closed_forms, race
 from rope_extend.searching.search_config import PAPER_EVALUATIONS, RACE_SHARE
 from rope_extend.searching.space import Space, Table
+from rope_extend.searching.strategy import closed_forms, race
 
 FACTOR = TARGET / SHAPE.trained_length
 
