@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
 from rope_extend.evaluation.statistics import Difference, plain
-from rope_extend.files import replacing_files, write_json
+from rope_extend.files import write_json
 from rope_extend.method_names import ENCODING_FILE
 from rope_extend.report.tables import interval, markdown_table
 from rope_extend.searching.evaluations import Cost, score
@@ -109,12 +109,11 @@ class SearchResult:
         return markdown_table(lines)
 
     def write(self, directory: Path) -> None:
-        """Write the files of a finished search; all of them appear, or none.
+        """Write the files of a finished search, the encoding last.
 
         Raises:
             OSError: a file cannot be written.
         """
-        with replacing_files(directory, last=ENCODING_FILE) as files:
-            write_json(files / SUMMARY, self.to_dict())
-            saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
-            saved.write(files / ENCODING_FILE)
+        write_json(directory / SUMMARY, self.to_dict())
+        saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
+        saved.write(directory / ENCODING_FILE)

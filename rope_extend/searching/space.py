@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rope_extend.encodings import LongRoPE, RopeEncoding, RopeShape
-from rope_extend.errors import RopeExtendError
 
 STEP = 100
 """Divisors are multiples of 1/100, as in LongRoPE (2402.13753, table 4)."""
@@ -65,44 +63,12 @@ class Space:
         )
 
     def table(self, divisors: Iterable[float], attention_factor: float = 1.0) -> Table:
-        """The nearest candidate: divisors rounded to the step and limited to the range.
-
-        Raises:
-            RopeExtendError: as `check`.
-        """
+        """The nearest candidate: non-decreasing divisors, rounded to the step and limited to the range."""
         steps = (min(self.largest, max(STEP, round(divisor * STEP))) for divisor in divisors)
         # Rounded, because a factor with all its digits would make equal candidates differ.
-        table = Table(tuple(step / STEP for step in steps), round(attention_factor, 4))
-        self.check(table)
-        return table
+        return Table(tuple(step / STEP for step in steps), round(attention_factor, 4))
 
     def of_encoding(self, encoding: RopeEncoding, attention_factor: float) -> Table:
         """The candidate nearest to a static rotary method, with another attention factor."""
         divisors = self.shape.inv_freq() / encoding.inv_freq(self.shape, self.target_length)
         return self.table(divisors.tolist(), attention_factor)
-
-    def check(self, table: Table) -> None:
-        """Refuse a candidate outside the space.
-
-        Raises:
-            RopeExtendError: the number of divisors, their order or their range is wrong.
-        """
-        steps = steps_of(table)
-        inside = (
-            len(steps) == self.pairs
-            and all(low <= high for low, high in itertools.pairwise(steps))
-            and steps[0] >= STEP
-            and steps[-1] <= self.largest
-            and table.divisors == tuple(step / STEP for step in steps)
-            and 0 < table.attention_factor <= 100
-        )
-        if not inside:
-            raise RopeExtendError(
-                f"a candidate needs {self.pairs} non-decreasing divisors from 1 to {self.largest / STEP:g} "
-                f"in steps of {1 / STEP}, and an attention factor above 0; got {table}"
-            )
-
-
-def steps_of(table: Table) -> list[int]:
-    """The divisors of a candidate, in hundredths."""
-    return [round(divisor * STEP) for divisor in table.divisors]

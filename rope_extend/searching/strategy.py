@@ -14,7 +14,7 @@ from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, ScaledRope,
 from rope_extend.errors import RopeExtendError
 from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.search_config import FINALISTS, SearchConfig
-from rope_extend.searching.space import STEP, Space, Table, steps_of
+from rope_extend.searching.space import STEP, Space, Table
 
 TRIES = 20
 """Attempts at a mutant that is new."""
@@ -57,7 +57,7 @@ def closed_forms(config: SearchConfig, space: Space) -> list[Table]:
 
 def _mutant(table: Table, search: Evaluator) -> Table:
     """A copy in which some divisors are drawn anew, between their neighbours or the ends of the range."""
-    steps, space, rng = steps_of(table), search.space, search.random
+    steps, space, rng = [round(divisor * STEP) for divisor in table.divisors], search.space, search.random
     for pair in range(len(steps)):
         if rng.random() < PROBABILITY:
             low = steps[pair - 1] if pair else STEP
