@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, write_text
+from rope_extend.files import expand_home
 
 FOLDER = Path(__file__).parent / "recipes"
 
@@ -84,16 +84,3 @@ def find_recipe(text: str) -> str:
         return path
     near = difflib.get_close_matches(text, shipped_names(), n=1, cutoff=0.8)
     return str(shipped_path(text)) if near else path
-
-
-def write_recipe(file: Path, text: str) -> None:
-    """Write the file of a recipe.
-
-    Raises:
-        RopeExtendError: it cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-    except OSError as error:
-        raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error

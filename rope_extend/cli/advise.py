@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from rope_extend.advice.shipped import shipped_path, shipped_recipes, write_recipe
+from rope_extend.advice.shipped import shipped_path, shipped_recipes
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (
     add_config_only,
@@ -20,7 +20,7 @@ from rope_extend.cli.arguments import (
     in_flags,
     length,
 )
-from rope_extend.files import check_new
+from rope_extend.files import check_new, write_text
 from rope_extend.memory.gpus import find_gpu
 from rope_extend.models.locating import check_checkpoint
 
@@ -71,7 +71,8 @@ def advise(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     written = None
     if file is not None and advice.recipe:
-        write_recipe(file, advice.recipe_yaml())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, advice.recipe_yaml())
         written = str(file)
     if arguments.json:
         named = advice.with_recipe_file(written) if written else advice
