@@ -185,3 +185,13 @@ def test_a_reader_that_stops_is_no_error(line: str) -> None:
     finally:
         os.close(writing)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_kernels_of_4_bits(work: Path) -> None:
+    """peft would import them, which takes seconds."""
+    arguments = ["advise", str(work / "model"), "--target-length", "128"]
+    code = f"import sys; from rope_extend.cli.main import main; main({arguments}); print(*sys.modules)"
+    loaded = python(code).splitlines()[-1].split()
+    assert "peft" in loaded
+    assert "bitsandbytes" not in loaded
