@@ -202,7 +202,7 @@ def _texts(longest: int) -> Kind:
         texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
         return texts and max(map(len, values), default=0) <= longest
 
-    return such(f"texts of at most {longest} characters", are_texts)
+    return such(f"{_text(longest).expected}, for each item of a list", are_texts)
 
 
 _NAME = such("a short name", lambda value: re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None)
