@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+@contextmanager
+def _no_kernels_of_4_bits() -> Iterator[None]:
+    """Keep peft from importing bitsandbytes, which takes seconds and is of no use without weights."""
+    absent = "peft" not in sys.modules
+    if absent:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["bitsandbytes"]
+
+
 def advise(arguments: argparse.Namespace) -> None:
     """Say how to reach a window: whether to train, the recipe, memory, hours, and how to serve it.
 
@@ -57,18 +71,14 @@ def advise(arguments: argparse.Namespace) -> None:
     if file is not None:
         check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
-    if "peft" not in sys.modules:  # it would import bitsandbytes, which takes seconds, and no plan needs it
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-        importlib.import_module("peft")
-        del sys.modules["bitsandbytes"]
+    with _no_kernels_of_4_bits():
+        from rope_extend.advice.answer import advise as run
+        from rope_extend.advice.describing import describe
 
-    from rope_extend.advice.answer import advise as run
-    from rope_extend.advice.describing import describe
-
-    advice = run(
-        arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
-        data=arguments.data, trained_length=arguments.trained_length,
-    )  # fmt: skip
+        advice = run(
+            arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
+            data=arguments.data, trained_length=arguments.trained_length,
+        )  # fmt: skip
     written = None
     if file is not None and advice.recipe:
         file.parent.mkdir(parents=True, exist_ok=True)
