@@ -132,8 +132,9 @@ def fit(
             try:
                 recipe = Recipe.from_dict(attempt)
                 estimate = plan(
-                    recipe, limit_memory=gpu.memory, elsewhere=True, processes=gpu.count, fsdp=fsdp
-                )
+                    recipe, limit_memory=gpu.memory, elsewhere=True, processes=gpu.count, fsdp=fsdp,
+                    all_options=False,
+                )  # fmt: skip
             except RopeExtendError as error:
                 if way and plans:  # not every model can share a block
                     continue

@@ -1,18 +1,16 @@
-"""The recipes that come with the package: listed, found by name, and copied. Imports nothing heavy."""
+"""The recipes that come with the package: listed, and found by name. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import check_new, expand_home, write_text
+from rope_extend.files import expand_home
 
 FOLDER = Path(__file__).parent / "recipes"
 
@@ -86,48 +84,3 @@ def find_recipe(text: str) -> str:
         return path
     near = difflib.get_close_matches(text, shipped_names(), n=1, cutoff=0.8)
     return str(shipped_path(text)) if near else path
-
-
-def copy_recipe(
-    name: str, output: str | PathLike[str], *, model: str | None = None, overwrite: bool = False
-) -> Path:
-    """Copy a recipe to a file of your own, to edit it; returns the file.
-
-    The command in its comments names the copy. With another model, they say for which one they were written.
-
-    Args:
-        name: the recipe.
-        output: the new file.
-        model: another model of the same family, such as the Instruct version.
-        overwrite: replace the file.
-
-    Raises:
-        RopeExtendError: no such recipe, an empty name of a model, the file exists, or it cannot be written.
-    """
-    text = shipped_path(name).read_text(encoding="utf-8")
-    file = Path(expand_home(output))
-    check_new(file, overwrite=overwrite)
-    command = f"# rope-extend finetune {shlex.quote(str(file)) if str(file).isprintable() else 'FILE'}"
-    text = text.replace(f"# rope-extend finetune {name}", command, 1)
-    if model is not None:
-        if not model.strip():
-            raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
-        written_for = yaml.safe_load(text)["model"]
-        line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True)
-        text = re.sub(r"^model: .*\n", lambda _: line, text, flags=re.MULTILINE)
-        text = f"# The recipe {name} with another model; its comments were written for {written_for}.\n{text}"
-    write_recipe(file, text)
-    return file
-
-
-def write_recipe(file: Path, text: str) -> None:
-    """Write the file of a recipe.
-
-    Raises:
-        RopeExtendError: it cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-    except OSError as error:
-        raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error

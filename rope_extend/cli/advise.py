@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 
-from rope_extend.advice.shipped import copy_recipe, shipped_path, shipped_recipes, write_recipe
+from rope_extend.advice.shipped import shipped_path, shipped_recipes
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (
     add_config_only,
@@ -18,10 +20,8 @@ from rope_extend.cli.arguments import (
     export_target,
     in_flags,
     length,
-    path,
 )
-from rope_extend.errors import RopeExtendError
-from rope_extend.files import check_new
+from rope_extend.files import check_new, write_text
 from rope_extend.memory.gpus import find_gpu
 from rope_extend.models.locating import check_checkpoint
 
@@ -48,6 +48,19 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+@contextmanager
+def _no_kernels_of_4_bits() -> Iterator[None]:
+    """Keep peft from importing bitsandbytes, which takes seconds and is of no use without weights."""
+    absent = "peft" not in sys.modules
+    if absent:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["bitsandbytes"]
+
+
 def advise(arguments: argparse.Namespace) -> None:
     """Say how to reach a window: whether to train, the recipe, memory, hours, and how to serve it.
 
@@ -58,17 +71,18 @@ def advise(arguments: argparse.Namespace) -> None:
     if file is not None:
         check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
+    with _no_kernels_of_4_bits():
+        from rope_extend.advice.answer import advise as run
+        from rope_extend.advice.describing import describe
 
-    from rope_extend.advice.answer import advise as run
-    from rope_extend.advice.describing import describe
-
-    advice = run(
-        arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
-        data=arguments.data, trained_length=arguments.trained_length,
-    )  # fmt: skip
+        advice = run(
+            arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
+            data=arguments.data, trained_length=arguments.trained_length,
+        )  # fmt: skip
     written = None
     if file is not None and advice.recipe:
-        write_recipe(file, advice.recipe_yaml())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, advice.recipe_yaml())
         written = str(file)
     if arguments.json:
         named = advice.with_recipe_file(written) if written else advice
@@ -83,34 +97,18 @@ def advise(arguments: argparse.Namespace) -> None:
 
 
 def _recipes_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to print (default: list all)")
     add_json(parser, "print the list as JSON")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
-    show = actions.add_parser("show", help="print a recipe", description="Print a recipe.")
-    text = "copy a recipe to edit it"
-    copy = actions.add_parser("copy", help=text, description=text.capitalize() + ".")
-    for action in (show, copy):
-        action.add_argument("name", type=recipe_name, help="name of the recipe")
-    add_output(copy, "FILE", "file of the copy (default: NAME.yaml)")
-    text = "another model of the same family, such as the Instruct version"
-    copy.add_argument("--model", type=path, metavar="NAME", help=text)
 
 
 def recipes(arguments: argparse.Namespace) -> None:
-    """List the fine-tuning recipes that come with the package, show one, or copy one to edit it.
+    """List the fine-tuning recipes that come with the package, or print one, to edit it.
 
-    `rope-extend finetune NAME` runs a recipe without a copy. The memory in the list is estimated, not
-    measured. An Instruct model keeps its chat template: `merge` and `export` copy the tokenizer.
+    `rope-extend finetune NAME` runs a recipe, with `--model` for another model of the same family. The memory
+    in the list is estimated, not measured. An Instruct model keeps its chat template: `merge` and `export`
+    copy the tokenizer.
     """
-    if arguments.action is not None and arguments.json:
-        raise RopeExtendError(f"recipes {arguments.action} prints no list; leave --json out")
-    if arguments.action == "copy":
-        file = copy_recipe(
-            arguments.name, arguments.output or f"{arguments.name}.yaml", model=arguments.model,
-            overwrite=arguments.overwrite,
-        )  # fmt: skip
-        print("written:", file)
-        print(f"will it fit: rope-extend finetune {quote(str(file))} --plan --limit-memory 24GB")
-    elif arguments.action == "show":
+    if arguments.name is not None:
         print(shipped_path(arguments.name).read_text(encoding="utf-8"), end="")
     elif arguments.json:
         print(json.dumps([asdict(recipe) for recipe in shipped_recipes()], indent=2))

@@ -19,28 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
-from rope_extend.advice.shipped import shipped_names
-from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
 from rope_extend.cli.arguments import (
     OTHERS,
     add_json,
     all_actions,
-    export_target,
     flag_table,
     in_flags,
     lengths,
     methods,
-    one_method,
 )
 from rope_extend.config import method_item
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory.gpus import gpu_words
-from rope_extend.method_names import method_names
 from rope_extend.models.processes import is_main_process
 from rope_extend.units import parse_length
 
-SHELLS = ("bash", "zsh", "fish", "tcsh")
 MOST_IN_USAGE = 16
 """Number of arguments above which the usage line does not list them."""
 
@@ -106,48 +99,10 @@ def _accepts(item: Callable[[str], object], word: str) -> bool:
     return True
 
 
-def _completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
-
-
-def completion(arguments: argparse.Namespace) -> None:
-    """Print a completion script for bash, zsh, fish or tcsh: of commands, flags and their values.
-
-    bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
-    zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
-    fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
-    """
-    import shtab
-
-    parser = argparse.ArgumentParser("rope-extend")
-    parser.add_argument("--version", action="version", version=__version__, help="print the version")
-    below = parser.add_subparsers()
-    for name in COMMANDS:
-        _add_arguments(below.add_parser(name, help=summary(name)), name)
-    _add_values(parser, shtab.FILE)
-    print(shtab.complete(parser, arguments.shell))  # it holds all values, so completing starts no Python
-
-
-def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
-    """Give the arguments of a parser the values that a shell completes."""
-    named, recipe_names = method_names(), shipped_names()
-    known = {
-        methods: named, one_method: named, "--method": named, "--methods": named,
-        advise.recipe_name: recipe_names, train.recipe_or_model: recipe_names,
-        export_target: tuple(TARGETS), advise.gpu: gpu_words(),
-    }  # fmt: skip
-    for action in all_actions(parser):
-        if action.choices is None and action.nargs != 0:
-            keys = (*action.option_strings, action.type)
-            action.choices = next((known[key] for key in keys if key in known), None)
-            if action.choices is None:
-                action.complete = files  # type: ignore[attr-defined]
-
-
 GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
     "start here": (
         discover.demo, discover.info, advise.advise, advise.recipes, discover.generate,
-        discover.methods, discover.families, completion,
+        discover.methods, discover.families,
     ),
     "train": (train.finetune, train.search),
     "measure": (measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare),
@@ -168,7 +123,6 @@ recipes
 info {_8B}
 generate runs/yarn --file book.txt --ask "Who is the captain?"
 generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"
-completion bash
 methods
 families
 search {_8B} --target-length 32k --data books/ --output factors

@@ -134,8 +134,8 @@ def search(arguments: argparse.Namespace) -> None:
     """Find a divisor for the frequency of each channel pair, and an attention factor, on long documents.
 
     The first argument is a checkpoint or a YAML file, such as those in configs/search/. The output directory
-    gets encoding.json, a card and the log of all evaluations. It is then a method of every other command:
-    --method DIR. After an interruption, the same command with --resume continues.
+    gets encoding.json, search.json and the log of all evaluations. It is then a method of every other
+    command: --method DIR. After an interruption, the same command with --resume continues.
     """
     config = from_arguments(SearchConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
@@ -160,5 +160,6 @@ def search(arguments: argparse.Namespace) -> None:
         raise
     cost = result.cost
     print(result.table_text())
+    print("The winner was chosen by these losses, so its loss is too good: measure it on other documents.")
     work = f"{cost.evaluations:,} evaluations, {cost.passes:,} forward passes"
     print(f"{work}, {cost.forward_tokens:,} tokens, {cost.seconds:.0f} s\nwritten: {config.output}")

@@ -15,9 +15,6 @@ import torch
 
 from rope_extend.data.blocks import Blocks
 
-_CHUNK = 4096
-"""Number of positions whose sources are drawn together."""
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -57,7 +54,7 @@ class Mixture:
     ) -> None:
         self.sources, self.seed = sources, seed
         self.weights = np.asarray(weights, dtype=np.float64) / sum(weights)
-        self._counts: list[Ints] = [np.zeros(len(sources), dtype=np.int64)]
+        self._drawn: Ints = np.zeros(0, dtype=np.int64)  # the sources of the first positions
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
         """The block at a position, from 0."""
@@ -67,31 +64,24 @@ class Mixture:
 
     def locate(self, position: int) -> tuple[int, int]:
         """The source of the block at a position, and the number of earlier blocks from that source."""
-        chunk, offset = divmod(position, _CHUNK)
-        source = int(self._drawn(chunk)[offset])
-        return source, int(self.counts(position)[source])
+        drawn = self._first(position + 1)
+        return int(drawn[-1]), int(np.count_nonzero(drawn[:-1] == drawn[-1]))
 
     def counts(self, position: int) -> Ints:
         """Number of blocks of each source before a position."""
-        chunk, offset = divmod(position, _CHUNK)
-        return self._before(chunk) + self._tally(self._drawn(chunk)[:offset])
+        return np.bincount(self._first(position), minlength=len(self.sources))
 
     def epochs(self, position: int) -> list[float]:
         """How often each source was read from end to end before a position, with fractions."""
         sizes = [len(blocks) for blocks in self.sources]
         return [int(count) / size for count, size in zip(self.counts(position), sizes, strict=True)]
 
-    def _before(self, chunk: int) -> Ints:
-        """Number of blocks of each source before a chunk of positions."""
-        while len(self._counts) <= chunk:
-            self._counts.append(self._counts[-1] + self._tally(self._drawn(len(self._counts) - 1)))
-        return self._counts[chunk]
-
-    def _tally(self, drawn: Ints) -> Ints:
-        return np.bincount(drawn, minlength=len(self.sources))
-
-    def _drawn(self, chunk: int) -> Ints:
-        return _draw_sources(self.seed, chunk, tuple(self.weights.tolist()))
+    def _first(self, count: int) -> Ints:
+        """The sources of the first positions: a longer draw begins with a shorter one."""
+        if len(self._drawn) < count:
+            generator = np.random.default_rng([self.seed, 0, 0, 1])  # the last number is not that of `_order`
+            self._drawn = generator.choice(len(self.sources), size=2 * count, p=self.weights)
+        return self._drawn[:count]
 
     def share_beyond(self, window: int) -> float:
         """Share of the tokens at positions `window` and above, which are outside a window of that length."""
@@ -103,9 +93,3 @@ class Mixture:
             return repr(self.sources[0])
         parts = zip(self.weights, self.sources, strict=True)
         return "Mixture(" + ", ".join(f"{100 * weight:.3g} % {blocks}" for weight, blocks in parts) + ")"
-
-
-@lru_cache(maxsize=16)
-def _draw_sources(seed: int, chunk: int, weights: tuple[float, ...]) -> Ints:
-    generator = np.random.default_rng([seed, chunk, 0, 1])  # the last number separates it from `_order`
-    return generator.choice(len(weights), size=_CHUNK, p=weights)

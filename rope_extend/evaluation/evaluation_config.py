@@ -24,7 +24,6 @@ from rope_extend.config import (
     Config,
     items,
     method_item,
-    method_items,
     or_auto,
 )
 from rope_extend.errors import RopeExtendError
@@ -52,7 +51,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _methods(value: Any) -> tuple[str, ...]:
-    return _names(method_items(value) if isinstance(value, str) else value)
+    return _names(items(value) if isinstance(value, str) else value)
 
 
 def _tasks(value: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import META, dry_run_attention
+from rope_extend.memory.meta_device import META, dry_run_attention, of_all_layers
 from rope_extend.models.config_facts import layer_config
 from rope_extend.models.decoders import unwrap
 
@@ -27,12 +27,12 @@ class Operations:
 
     Attributes:
         linear: operations per token, without attention.
-        layers: for the attention of each layer, the operations per query-key pair, and the maximum number of
-            keys that a query sees; None for all keys before it.
+        pairs: operations of attention per query-key pair, in all layers with a window, by the maximum number
+            of keys that a query sees; None for all keys before it.
     """
 
     linear: float
-    layers: tuple[tuple[float, int | None], ...]
+    pairs: Mapping[int | None, float]
 
     def of(self, tokens: int) -> float:
         """All operations for a window."""
@@ -40,7 +40,7 @@ class Operations:
 
     def attention(self, tokens: int) -> float:
         """Operations of attention for a window, in all layers; counts only the unmasked pairs."""
-        return sum(cost * _pairs(tokens, window) for cost, window in self.layers)
+        return sum(cost * _pairs(tokens, window) for window, cost in self.pairs.items())
 
 
 def _pairs(tokens: int, window: int | None) -> float:
@@ -68,14 +68,15 @@ def operations_of(model: nn.Module) -> Operations:
     themselves (Falcon, the indexers of DeepSeek). Their operations also grow with the square of the window,
     and follow from the second difference.
     """
-    layers: list[tuple[float, int | None]] = []
+    costs = {getattr(part, "sliding_window", None): 0 for part in model.modules()}
 
     def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
-        cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
-        layers.append((cost, getattr(module, "sliding_window", None)))
+        costs[getattr(module, "sliding_window", None)] += (
+            2 * query.shape[1] * (query.shape[-1] + value.shape[-1])
+        )
 
     def products(tokens: int) -> int:
-        layers.clear()
+        costs.update(dict.fromkeys(costs, 0))
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
         computer = LossComputer(model, META, RunOptions(chunk=tokens))
         with LiveBytes(), FlopCounterMode(display=False) as counter:
@@ -84,11 +85,12 @@ def operations_of(model: nn.Module) -> Operations:
 
     step = 256  # state-space layers pad their chunks, which have 256 tokens at most
     with dry_run_attention(model, maskless=True, note=note), torch.no_grad():
-        first, second, third = (products(multiple * step) for multiple in (1, 2, 3))
+        counts = of_all_layers(model, lambda: [*(products(n * step) for n in (1, 2, 3)), *costs.values()])
+    first, second, third, *of_windows = counts
     square = (third - 2 * second + first) / (2 * step**2)
-    if square > 0:
-        layers.append((square, None))
-    return Operations((second - first) / step - 3 * step * square, tuple(layers))
+    pairs = dict[int | None, float](zip(costs, of_windows, strict=True))
+    pairs[None] = pairs.get(None, 0.0) + max(0.0, square)
+    return Operations((second - first) / step - 3 * step * square, pairs)
 
 
 def measured_rates(model: nn.Module, device: torch.device) -> Rates:

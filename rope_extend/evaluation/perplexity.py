@@ -120,7 +120,7 @@ def perplexity(
     with ExitStack() as stack:
         if options.bar is None:
             bar = progress_bar(
-                logger, shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
+                shown=progress, total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity"
             )
             options = replace(options, bar=stack.enter_context(bar))
         device = stack.enter_context(evaluation_mode(model))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import random
 import re
 from abc import ABC, abstractmethod
@@ -21,8 +20,6 @@ from typing import Any, ClassVar
 from rope_extend.errors import RopeExtendError
 from rope_extend.progress import progress_bar
 from rope_extend.units import format_length
-
-logger = logging.getLogger(__name__)
 
 CHAT = ("auto", "on", "off")
 """Whether prompts use the tokenizer's chat template; `auto` uses it if it exists."""
@@ -251,9 +248,7 @@ def make_prompts(
     """All prompts of a task at a length, the first trial of all depths first."""
     words = f"writing prompts of {task.name}, {format_length(length)}"
     trials = wanted.trials_of(task)
-    with progress_bar(
-        logger, shown=progress, iterable=trials, unit="prompt", desc=words, leave=False
-    ) as counted:
+    with progress_bar(shown=progress, iterable=trials, unit="prompt", desc=words, leave=False) as counted:
         return [
             make_prompt(
                 task, tokenizer, length, depth, trial, wanted.spread, seed=wanted.seed, chat=wanted.chat

@@ -152,7 +152,7 @@ def _measure_all(
     budget = measurement.config.budget
     tokens, work = sum(cell.tokens for cell in cells), sum(cell.work for cell in cells)
     shown = progress and is_main_process()
-    bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
+    bar = progress_bar(shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
     row, begun, done = None, time.perf_counter(), 0.0
     with bar, ExitStack() as stack:
         for number, cell in enumerate(cells, start=1):

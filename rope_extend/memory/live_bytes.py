@@ -33,6 +33,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scored = scored
         self._sizes: dict[int, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, and look for it at each operation."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._call(function, args, kwargs or {})
         self.operations += 1

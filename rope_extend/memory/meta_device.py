@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,13 +18,15 @@ from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
 from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.decoders import unwrap
+from rope_extend.models.decoders import decoder_layers, unwrap
 from rope_extend.models.planned_device import device_of, planned_for
 
 logger = logging.getLogger(__name__)
 META = torch.device("meta")
 DRY_RUN = "dry_run_"
 """Prefix of the names of attention implementations that allocate memory without computing anything."""
+DEPTH = 2
+"""Number of layers of a dry run, if all layers are equal; one more layer shows what each adds."""
 
 
 @contextmanager
@@ -73,6 +75,48 @@ def try_estimate(dry_run: Callable[[], _Estimate], model: nn.Module, subject: st
         family = unwrap(model).config.model_type
         logger.info("cannot estimate the memory of %s for %s (%r)", subject, family, error)
         return None
+
+
+def of_all_layers(model: nn.Module, count: Callable[[], Sequence[int]]) -> list[int]:
+    """The numbers that `count` finds in dry runs of a model.
+
+    If all layers are equal, each adds the same, so runs of a few layers are enough.
+    """
+    decoder = decoder_layers(model)
+    if decoder is None or not decoder.complete:
+        return [*count()]
+    parent, name, layers, _ = decoder
+    # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
+    if len(layers) <= 2 * DEPTH or not _equal_layers(model, layers):
+        return [*count()]
+    counts = []
+    for depth in (DEPTH, DEPTH + 1):
+        setattr(parent, name, layers[:depth])
+        try:
+            counts.append(count())
+        finally:
+            setattr(parent, name, layers)
+    return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
+
+
+def _equal_layers(model: nn.Module, layers: nn.ModuleList) -> bool:
+    """Whether all layers of a model do the same work."""
+    config = unwrap(model).config.get_text_config(decoder=True)
+    if len(set(getattr(config, "layer_types", None) or ())) > 1:
+        return False
+
+    def parts(layer: nn.Module) -> list[tuple[Any, ...]]:
+        return [
+            (
+                name,
+                type(part),
+                getattr(part, "sliding_window", None),
+                *(p.shape for p in part.parameters(False)),
+            )
+            for name, part in layer.named_modules()
+        ]
+
+    return all(parts(layer) == parts(layers[0]) for layer in layers)
 
 
 class DirectKernelCalls(TorchFunctionMode):

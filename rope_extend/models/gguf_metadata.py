@@ -189,9 +189,20 @@ def _text(longest: int) -> Kind:
 def _each(kind: Kind) -> Kind:
     def parse(values: Any) -> list[Any]:
         require(isinstance(values, list))
-        return [*map(kind.parse, values)]
+        parsed = {value: kind.parse(value) for value in dict.fromkeys(values)}  # types of tokens are few
+        return [parsed[value] for value in values]
 
     return Kind(f"{kind.expected}, for each item of a list", parse)
+
+
+def _texts(longest: int) -> Kind:
+    """As `_each(_text(longest))`, faster: a vocabulary has 300,000 texts."""
+
+    def are_texts(values: Any) -> bool:
+        texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+        return texts and max(map(len, values), default=0) <= longest
+
+    return such(f"{_text(longest).expected}, for each item of a list", are_texts)
 
 
 _NAME = such("a short name", lambda value: re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None)
@@ -202,8 +213,8 @@ _KEYS: Mapping[str, Kind] = {
     "general.architecture": _NAME, "general.type": _NAME, "general.name": _text(10_000),
     "general.alignment": integer(1, 2**20), "split.count": _COUNT,
     "tokenizer.ggml.model": _NAME, "tokenizer.ggml.pre": _NAME,
-    "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _each(_text(1024)),
-    "tokenizer.ggml.merges": _each(_text(2048)), "tokenizer.ggml.scores": _each(number(-1e30)),
+    "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _texts(1024),
+    "tokenizer.ggml.merges": _texts(2048), "tokenizer.ggml.scores": _each(number(-1e30)),
     "tokenizer.ggml.token_type": _each(_COUNT), "tokenizer.ggml.add_bos_token": _FLAG,
     "tokenizer.ggml.add_eos_token": _FLAG, "tokenizer.ggml.add_space_prefix": _FLAG,
     **{f"tokenizer.ggml.{name}_token_id": _COUNT

@@ -1,21 +1,20 @@
 """Measures candidates, each one once on each document. A journal keeps what is measured, for resuming.
 
-A line of the journal has a candidate, the losses of the documents that were measured, and what that cost.
+A line of the journal has a candidate, the losses of the documents that were measured, and the seconds.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from rope_extend.checks import integer, number, require
+from rope_extend.checks import number, require
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.perplexity import perplexity
@@ -29,23 +28,8 @@ from rope_extend.searching.space import Space, Table
 LOG = "evaluations.jsonl"
 """Name of the journal."""
 _ADVICE = "give the settings of that search, use another directory, or overwrite=True"
-SEARCH, HOLDOUT, AS_WRITTEN = "search", "held out", "held out, as written"
-"""The two groups of documents.
-
-The last name is that of held-out documents under an encoding with two lists, so that their losses are never
-those of one table.
-"""
-
-
-class Loss(NamedTuple):
-    """A sum of losses in nats, and their number."""
-
-    total: float
-    terms: int
-
-
-Losses = Mapping[int, Loss]
-"""The losses of a document, by length in tokens."""
+SEARCH, HOLDOUT = "search", "held out"
+"""The two groups of documents."""
 
 
 class Cost(NamedTuple):
@@ -58,29 +42,23 @@ class Cost(NamedTuple):
         seconds: wall time.
     """
 
-    evaluations: int = 0
-    passes: int = 0
-    forward_tokens: int = 0
-    seconds: float = 0.0
+    evaluations: int
+    passes: int
+    forward_tokens: int
+    seconds: float
 
 
-def score(losses: Iterable[Losses], lengths: Sequence[int]) -> float:
-    """The fitness, lower is better: the mean over lengths of the mean loss of documents, in nats per token.
+def score(losses: Sequence[float]) -> float:
+    """The fitness, lower is better: the mean of the losses of documents, in nats per token.
 
     Infinite if a loss is not a finite number.
     """
-    documents = list(losses)
-    total = 0.0
-    for length in lengths:
-        values = [document[length] for document in documents]
-        total += math.fsum(loss.total for loss in values) / sum(loss.terms for loss in values) / len(lengths)
-    return total if math.isfinite(total) else math.inf
+    mean = math.fsum(losses) / len(losses)
+    return mean if math.isfinite(mean) else math.inf
 
 
 class Evaluator:
     """Measures the candidates of a search on documents, and ranks them.
-
-    One forward gives the losses at all lengths, because the tables of candidates do not depend on the length.
 
     Args:
         model: the model.
@@ -110,16 +88,13 @@ class Evaluator:
         chunk: int | None = None,
     ) -> None:
         self.model, self.config, self.space, self.chunk = model, config, space, chunk
-        self.all_documents, self.documents, self.lengths = documents, config.documents, config.lengths
+        self.all_documents, self.documents = documents, config.documents
         self.random = random.Random(config.seed)
         """Source of all random choices of the search."""
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike `losses`, it is the same in a resumed search."""
-        self.curve: list[tuple[int, float]] = []
-        """Passes over documents, and the best score on all documents so far, each time that it improves."""
-        self.losses: dict[tuple[Table, str], Losses] = {}
-        """Those of each candidate on each document that was measured, such as `search 3`, now or earlier."""
-        self.cost = Cost()
+        self.losses: dict[tuple[Table, str], float] = {}
+        """The mean loss of each candidate on each document that was measured, such as `search 3`, in nats."""
         self._journal = Journal(
             file, identity or {}, holds="evaluations", advice=_ADVICE, check=self._keep
         )  # what is measured already
@@ -135,10 +110,18 @@ class Evaluator:
         """Documents that this search has asked for, each counted once for each candidate."""
         return len(self.requested)
 
+    @property
+    def cost(self) -> Cost:
+        """What all evaluations cost, also those before the search was resumed."""
+        records = self._journal.records
+        passes = sum(len(record["losses"]) for record in records)
+        seconds = math.fsum(record["seconds"] for record in records)
+        return Cost(len(records), passes, passes * self.config.target_length, seconds)
+
     def scores(self, tables: Sequence[Table], documents: int | None = None) -> list[float]:
         """The fitness of candidates, lower is better: on the first documents to search on, or on all."""
         numbers = range(min(documents or self.documents, self.documents))
-        return [score(self._losses(table, SEARCH, numbers), self.lengths) for table in tables]
+        return [score(self._losses(table, SEARCH, numbers)) for table in tables]
 
     def ranked(self, tables: Sequence[Table], documents: int | None = None) -> list[Table]:
         """Different candidates by fitness, the best first; those with equal fitness keep their order."""
@@ -146,87 +129,55 @@ class Evaluator:
         scores = dict(zip(different, self.scores(different, documents), strict=True))
         return sorted(different, key=scores.__getitem__)
 
-    def held_out(self, table: Table) -> list[Losses]:
-        """The losses of a candidate on each of the documents that are not searched on.
+    def held_out(self, table: Table) -> list[float]:
+        """The losses of a candidate on each of the documents that are not searched on."""
+        return self._losses(table, HOLDOUT, range(len(self.all_documents) - self.documents))
 
-        They are those of the encoding that the search would write, `space.result(table)`.
-        """
-        one_table = self.space.result(table) == self.space.encoding(table)
-        numbers = range(len(self.all_documents) - self.documents)
-        return self._losses(table, HOLDOUT if one_table else AS_WRITTEN, numbers)
-
-    def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
+    def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[float]:
         names = [f"{group} {number}" for number in numbers]
-        new = len({(table, name) for name in names} - self.requested)
-        self.requested |= {(table, name) for name in names}
+        new = {(table, name) for name in names} - self.requested
+        self.requested |= new
         missing = [number for number in numbers if (table, f"{group} {number}") not in self.losses]
         if missing:
             self._measure(table, group, missing)
-        losses = [self.losses[table, name] for name in names]
-        if group == SEARCH and len(names) == self.documents:
-            self._note(score(losses, self.lengths))
         if self.bar is not None:
-            self.bar.update(new)
-        return losses
+            self.bar.update(len(new))
+        return [self.losses[table, name] for name in names]
 
     def _measure(self, table: Table, group: str, numbers: Sequence[int]) -> None:
         """Measure a candidate on the documents with these numbers of a group, and write the line."""
-        started, space = time.perf_counter(), self.space
+        started, space, length = time.perf_counter(), self.space, self.config.target_length
         shift = 0 if group == SEARCH else self.documents
         with (
             quiet_patching(),
             patch_model(
                 self.model,
-                space.result(table) if group == AS_WRITTEN else space.encoding(table),
-                trained_length=space.pretrained.trained_length,
+                space.encoding(table),
+                trained_length=space.shape.trained_length,
                 target_length=space.target_length,
             ),
         ):
             result = perplexity(
                 self.model,
                 [self.all_documents[shift + number] for number in numbers],
-                self.lengths,
+                length,
                 progress=False,
                 options=RunOptions(chunk=self.chunk),
             )
-        sums, terms = result.document_nll, result.document_terms
-        assert sums is not None
-        assert terms is not None
-        losses = {
-            f"{group} {number}": {
-                length: Loss(sums[length][row], terms[length][row]) for length in self.lengths
-            }
-            for row, number in enumerate(numbers)
-        }
-        cost = Cost(1, len(numbers), len(numbers) * self.lengths[-1], time.perf_counter() - started)
-        self.add(table, losses, cost)
+        sums, terms = result.document_nll[length], result.document_terms[length]
+        losses = {f"{group} {number}": sums[row] / terms[row] for row, number in enumerate(numbers)}
+        self.add(table, losses, time.perf_counter() - started)
 
-    def add(self, table: Table, losses: Mapping[str, Losses], cost: Cost) -> None:
+    def add(self, table: Table, losses: Mapping[str, float], seconds: float) -> None:
         """Add an evaluation, and write its line; a loss that is not finite becomes infinity."""
-        self._journal.append({**vars(table), "losses": plain(losses), **cost._asdict()})
+        self._journal.append({**vars(table), "losses": plain(losses), "seconds": seconds})
         self._keep(self._journal.records[-1])  # as it will be read again
 
     def _keep(self, record: Mapping[str, Any]) -> None:
-        divisors = tuple(map(_number, record["divisors"]))
-        table = Table(divisors, int(_number(record["start_tokens"])), _number(record["attention_factor"]))
-        for name, losses in record["losses"].items():
-            require(losses.keys() >= set(map(str, self.lengths)))
-            self.losses[table, name] = {
-                int(length): Loss(
-                    math.inf if total is None else _number(total, -math.inf), int(integer(1).parse(terms))
-                )
-                for length, (total, terms) in losses.items()
-            }
-        evaluations, passes, tokens, seconds = (_number(record[name]) for name in Cost._fields)
-        cost = Cost(int(evaluations), int(passes), int(tokens), seconds)
-        self.cost = Cost(*map(operator.add, self.cost, cost))
-
-    def _note(self, value: float) -> None:
-        if self.curve and not value < self.curve[-1][1]:
-            return
-        self.curve.append((self.passes, value))
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"best {value:.4f} nats", refresh=False)  # the next update shows it
+        table = Table(tuple(map(_number, record["divisors"])), _number(record["attention_factor"]))
+        for name, value in record["losses"].items():
+            self.losses[table, name] = math.inf if value is None else _number(value, -math.inf)
+        _number(record["seconds"])
 
 
 def _number(value: Any, minimum: float = 0) -> float:

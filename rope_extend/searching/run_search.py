@@ -13,8 +13,6 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.sources import check_outside
-from rope_extend.encodings import RopeShape
-from rope_extend.encodings.core.shapes import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOADING
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
@@ -23,31 +21,26 @@ from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
-from rope_extend.method_names import CURRENT
-from rope_extend.models.current_table import current_table
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching.evaluations import LOG, Evaluator, score
-from rope_extend.searching.search_config import HELD_OUT_TABLES, ORIGINAL, SearchConfig
+from rope_extend.searching.search_config import HELD_OUT_TABLES, SearchConfig
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import Space
-from rope_extend.searching.strategies import STRATEGIES, published
+from rope_extend.searching.strategy import published, race
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
 
 _NOT_IN_IDENTITY = (
-    "model", "data", "output", "short", "start", "current_length", "iterations", "text_column", "split",
+    "model", "data", "output", "text_column", "split",
     *SearchConfig.groups[LOADING],
 )  # fmt: skip
-"""Settings on which no evaluation depends, or that have an entry of their own.
-
-A finished search can be resumed with more iterations.
-"""
+"""Settings on which no evaluation depends, or that have an entry of their own."""
 
 
 def search(
@@ -55,8 +48,9 @@ def search(
 ) -> SearchResult:
     """Find a divisor for the frequency of each channel pair, and an attention factor.
 
-    If `config.output` is set, the directory gets the encoding (`encoding.json`), a card, and the log of all
-    evaluations. The directory is then a method: `extend(model, target_length, directory)`.
+    If `config.output` is set, the directory gets the encoding (`encoding.json`), the settings and held-out
+    losses (`search.json`), and the log of all evaluations. The directory is then a method:
+    `extend(model, target_length, directory)`.
 
     An interrupted search loses at most one evaluation. With `resume=True` it continues, and ends on the same
     table, bit for bit.
@@ -65,7 +59,7 @@ def search(
         config: what to search, and how.
         resume: resume an interrupted search in the output directory.
         overwrite: replace a search in the output directory.
-        progress: show a progress bar; where there is no terminal, a line in the log now and then.
+        progress: show a progress bar.
 
     Raises:
         RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
@@ -97,10 +91,10 @@ def _search(
     settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
     content = {"documents": fingerprint(documents), "trained": asdict(space.shape)}
     identity = {**settings, **model_identity(model), **content}
-    file, name = None if output is None else output / LOG, f"search, {config.strategy}"
+    file = None if output is None else output / LOG
     chunk = plan.forward.longest.chunk_size if plan.forward else None
     evaluator = Evaluator(model, documents, config, space, file=file, identity=identity, chunk=chunk)
-    bar = progress_bar(logger, shown=progress, total=plan.passes, unit="doc", desc=name)
+    bar = progress_bar(shown=progress, total=plan.passes, unit="doc", desc="search")
     with evaluator, bar as evaluator.bar:
         result = _searched(evaluator)
         if output is not None:
@@ -113,13 +107,11 @@ class SearchPlan:
     """The estimated cost of a search.
 
     Attributes:
-        strategy: name of the strategy.
         passes: the largest number of forward passes, with those over held-out documents.
         forward_tokens: tokens of these passes.
         forward: the memory and time of one pass; None for a family that cannot be estimated.
     """
 
-    strategy: str
     passes: int
     forward_tokens: int
     forward: ForwardPlan | None
@@ -130,9 +122,7 @@ class SearchPlan:
             self.forward.check()
 
     def __str__(self) -> str:
-        text = (
-            f"{self.strategy}: at most {self.passes:,} forward passes, {self.forward_tokens:,} forward tokens"
-        )
+        text = f"at most {self.passes:,} forward passes, {self.forward_tokens:,} forward tokens"
         if self.forward is None:
             return text
         seconds = self.passes * self.forward.longest.seconds
@@ -151,47 +141,24 @@ def plan_search(config: SearchConfig) -> SearchPlan:
 def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
     options = LoadOptions.of(config)
     empty = options.empty(config.model)
-    strategy = STRATEGIES[config.strategy]
-    space = _space(config, empty, strategy.head_room)
-    passes = strategy.passes(config) + HELD_OUT_TABLES * config.holdout
+    shape = shape_of(empty, config.trained_length)
+    if config.target_length <= shape.trained_length:
+        raise RopeExtendError(
+            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
+            f"{config.target_length}"
+        )
+    space = Space(shape, config.target_length)
+    passes = config.race_passes + HELD_OUT_TABLES * config.holdout
     table = space.table([1.0] * (space.pairs - 1) + [space.factor])
     forward = plan_forward(
         config.model,
         [config.target_length],
         load_options=options,
         empty=empty,
-        encodings=[space.encoding(table), space.result(table)],
-        trained_length=space.pretrained.trained_length,
+        encodings=[space.encoding(table)],
+        trained_length=space.shape.trained_length,
     )
-    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
-
-
-def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
-    """Where a search looks: relative to plain RoPE, or to the table that the model has."""
-    current = None
-    if config.start == CURRENT:
-        current = current_table(empty, config.trained_length, config.current_length)
-        shape: RopeShape = current.shape
-        if not all(frequency > ZERO_FREQUENCY for frequency in current.shape.table):
-            raise RopeExtendError(
-                "search: some channel pairs of this model do not rotate under its present table, so they "
-                "have no divisor; use start pretrained"
-            )
-    else:
-        shape = shape_of(empty, config.trained_length)
-    if config.target_length <= shape.trained_length:
-        raise RopeExtendError(
-            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
-            f"{config.target_length}"
-        )
-    space = Space(shape, config.target_length, head_room, current, original_short=config.short == ORIGINAL)
-    window = space.pretrained.trained_length
-    if space.keeps_short and config.lengths[0] <= window:
-        raise RopeExtendError(
-            f"search: texts of up to {window} tokens keep a list that is not searched, so their loss is the "
-            f"same for every candidate. Got lengths {list(config.lengths)}; use lengths above {window}"
-        )
-    return space
+    return space, SearchPlan(passes, passes * config.target_length, forward)
 
 
 def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path | None:
@@ -246,40 +213,35 @@ def search_documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
 
 
 def _searched(evaluator: Evaluator) -> SearchResult:
-    config, space, lengths = evaluator.config, evaluator.space, evaluator.lengths
-    finalists = STRATEGIES[config.strategy].run(evaluator)
-    rows = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
+    config, space = evaluator.config, evaluator.space
+    rows = {table: f"race {n}" for n, table in enumerate(race(evaluator), start=1)}
     for name, table in published(config, space).items():
         rows.setdefault(table, name)
     losses = {table: evaluator.held_out(table) for table in rows}
-    scores = {table: score(values, lengths) for table, values in losses.items()}
-    winner = min(rows, key=lambda table: scores[table])
-    if not math.isfinite(scores[winner]):
+    by_score = sorted(rows, key=lambda table: score(losses[table]))
+    winner = by_score[0]
+    if not math.isfinite(score(losses[winner])):
         raise RopeExtendError(
             "search: no candidate has a finite loss on the held-out documents; the model gives NaN, so try "
             "another dtype"
         )
-    by_document = {table: [score([one], lengths) for one in values] for table, values in losses.items()}
     target, terms = config.target_length, [1] * config.holdout
     found = [
         HeldOutRow(
             label=rows[table],
             table=table,
-            score=scores[table],
-            parts={length: score(losses[table], [length]) for length in lengths},
-            by_document=by_document[table],
-            difference=paired(target, by_document[winner], by_document[table], terms),
+            losses=losses[table],
+            difference=paired(target, losses[winner], losses[table], terms),
         )
-        for table in sorted(rows, key=lambda table: scores[table])
+        for table in by_score
     ]
     names = [document.name for document in evaluator.all_documents]
     return SearchResult(
         config=config,
-        shape=space.pretrained,
-        encoding=space.result(winner),
+        shape=space.shape,
+        encoding=space.encoding(winner),
         rows=found,
         cost=evaluator.cost,
-        curve=evaluator.curve,
         documents=names[: config.documents],
         holdout=names[config.documents :],
         data=fingerprint(evaluator.all_documents),

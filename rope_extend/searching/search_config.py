@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from rope_extend.checks import FLAG, choice, integer, number
-from rope_extend.config import COUNT, LENGTH, LENGTHS, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
+from rope_extend.checks import number
+from rope_extend.config import COUNT, LENGTH, MODEL, PATH, POSITIVE_COUNT, SOURCES, Config
 from rope_extend.errors import refuse_if
 from rope_extend.evaluation.evaluation_config import (
     LOADING,
@@ -21,38 +21,23 @@ from rope_extend.evaluation.evaluation_config import (
     TextColumn,
     TrainedLength,
 )
-from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.locating import check_path
-
-RACE, GENETIC = "race", "longrope"
-"""The strategies by name, the default first."""
-
-SAME, ORIGINAL = "same", "original"
-"""Which divisors a text within the trained window gets: the searched ones, or all 1."""
 
 PAPER_EVALUATIONS = 64 + 40 * 32
 """Evaluations of LongRoPE's search: its first population, and 32 new candidates in each of 40 iterations."""
 RACE_SHARE = 20
-"""The race uses at most one document pass for this number of passes of LongRoPE's search."""
+"""A search uses at most one document pass for this number of passes of LongRoPE's search."""
 FINALISTS = 3
-"""Candidates of a strategy that are compared on held-out documents."""
+"""Searched candidates that are compared on held-out documents."""
 HELD_OUT_TABLES = FINALISTS + 4
 """Tables that are measured on the held-out documents: the finalists, and the closed forms as published."""
 SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
-"""The fewest passes of a race, in all and for each document: it compares closed forms, and looks further."""
-HALVED_ABOVE = 512 * 1024
-"""Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
-
-BY_TARGET: Any = None
-"""The default of fields that depend on the target; settings that are made hold the value instead."""
+"""The fewest passes, in all and for each document: a search compares closed forms, and looks further."""
 
 
 @dataclass(frozen=True)
 class SearchConfig(Config):
     """Settings of a search for frequency divisors: `rope_extend.search` and `rope-extend search`.
-
-    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8), and only `longrope` uses
-    them.
 
     Raises:
         RopeExtendError: a value of the wrong type or outside its range, or two fields that contradict each
@@ -67,49 +52,16 @@ class SearchConfig(Config):
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
     output: Annotated[str | None, PATH, "directory of the search: its log, and the encoding"] = None
-    strategy: Annotated[str, choice(RACE, GENETIC), "how candidates are chosen"] = RACE
     documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
     holdout: Annotated[
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
     ] = 5
-    lengths: Annotated[
-        tuple[int, ...], LENGTHS, "lengths whose mean losses are the fitness (default: target_length)"
-    ] = BY_TARGET
-    short: Annotated[
-        str,
-        choice(SAME, ORIGINAL),
-        "divisors within the trained window: the same, or all 1, which then depend on the length of the text",
-    ] = SAME
-    start: Annotated[
-        str,
-        choice(*STARTS),
-        "what divisors are relative to: plain RoPE and the pretrained window, or the table that the "
-        "checkpoint has now and the window that it was trained to read under it (LongRoPE's second search)",
-    ] = PRETRAINED
-    current_length: Annotated[
-        int | None,
-        LENGTH,
-        "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
-        "wrong",
-    ] = None
-    start_tokens: Annotated[
-        bool,
-        FLAG,
-        "also search the number of first positions that keep plain RoPE (only longrope); such a result "
-        "cannot be exported",
-    ] = False
     attention_factor: Annotated[
         float | None,
         number(0.01, below=100),
-        "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
+        "fixed factor on cos and sin (default: it is searched)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
-    population: Annotated[int, integer(4), "first candidates (default: 64)"] = BY_TARGET
-    mutants: Annotated[int, POSITIVE_COUNT, "mutants of an iteration (default: 16)"] = BY_TARGET
-    crossovers: Annotated[int, POSITIVE_COUNT, "crossovers of an iteration (default: 16)"] = BY_TARGET
-    parents: Annotated[int, integer(2), "best candidates that are kept (default: 32)"] = BY_TARGET
-    iterations: Annotated[int, COUNT, "iterations"] = 40
-    probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: TrainedLength = None
     text_column: TextColumn = "text"
     split: Split = "train"
@@ -119,8 +71,7 @@ class SearchConfig(Config):
 
     label: ClassVar[str] = "search"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "what is measured": ("documents", "holdout", "lengths", "short"),
-        "evolution": ("population", "mutants", "crossovers", "parents", "iterations", "probability"),
+        "what is measured": ("documents", "holdout"),
         LOADING: ("device", "dtype", "attention"),
     }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
@@ -129,35 +80,13 @@ class SearchConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_path(self.model)
-        check_start("search", self.start, self.current_length)
-        target, lengths = self.target_length, self.lengths
-        conflicts = {
-            f"lengths must be from 2 to target_length, {target}, and the longest of lengths must be "
-            "target_length: text within shorter windows prefers smaller divisors. Got "
-            f"{list(lengths)}": lengths[0] < 2 or lengths[-1] != target,
-            f"start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}": (
-                self.start_tokens and self.strategy != GENETIC
-            ),
-            f"start_tokens and short {ORIGINAL} return to plain RoPE for some positions, and start {CURRENT} "
-            "keeps the table that the checkpoint was trained under; leave one of the two out": (
-                self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL)
-            ),
-            f"with {self.documents} documents and {self.holdout} held out, nothing is left of the race's "
-            f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout": (
-                self.strategy != GENETIC
-                and self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents)
-            ),
-        }
-        for problem, given in conflicts.items():
-            refuse_if(given, f"search: {problem}")
-
-    def computed_defaults(self) -> Mapping[str, Any]:
-        """The target as the only length, and LongRoPE's population, halved above 512k tokens."""
-        half = 2 if self.target_length > HALVED_ABOVE else 1
-        sizes = {"population": 64, "mutants": 16, "crossovers": 16, "parents": 32}
-        return {"lengths": (self.target_length,), **{name: size // half for name, size in sizes.items()}}
+        refuse_if(
+            self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents),
+            f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of the "
+            f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout",
+        )
 
     @property
     def race_passes(self) -> int:
-        """Documents that the race may measure before the held-out ones, each counted once for a candidate."""
+        """Documents that a search may measure before the held-out ones, each counted once for a candidate."""
         return PAPER_EVALUATIONS * self.documents // RACE_SHARE - HELD_OUT_TABLES * self.holdout

@@ -27,18 +27,14 @@ from rope_extend.loss import (
 )
 from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import META, DirectKernelCalls, dry_run, quiet_patching
+from rope_extend.memory.meta_device import META, DirectKernelCalls, dry_run, of_all_layers, quiet_patching
 from rope_extend.memory.plan import MemoryEstimate, counter_of
-from rope_extend.models.decoders import decoder_layers
 from rope_extend.models.planned_device import device_of
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, replaced
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.text_reach import TextReach
-
-DEPTH = 2
-"""Number of layers of a dry run, if all layers are equal; one more layer shows what each adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,7 @@ class StepEstimator:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.scored = 3 * max(1, default_chunk_bytes(device) // (4 * vocabulary))  # tokens of three chunks
         with DirectKernelCalls(), LiveBytes(scored=2):
-            masked = not takes_no_mask(model)
+            masked = recipe.packs and not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)
         with ExitStack() as stack:
             stack.enter_context(dry_run(model, device))
@@ -103,7 +99,11 @@ class StepEstimator:
         applied = memory_options
         if self.device.type == "cpu":  # all memory is host memory
             applied = replace(memory_options, offload_checkpoints=False)
-        trained, forward, backward, update, host = self._count(applied, tokens)
+        # Bytes of what is trained, with its moments; the peaks of forward pass, backward pass and update, in
+        # addition to that and the weights; and bytes in host memory.
+        trained, forward, backward, update, host = of_all_layers(
+            self.base, partial(self._step, applied, tokens)
+        )
         step = StepEstimate(
             weights=self.weights, trained=trained, peak=max(forward, backward, update), host=host,
             memory_options=memory_options, quantized=self.recipe.quantize is not None,
@@ -130,28 +130,6 @@ class StepEstimator:
             for layer in inside
         ]
         return sum(each.nbytes for each in outside) + 2 * max(sizes, default=0)
-
-    def _count(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
-        """Bytes of what is trained, with its moments; the peaks of forward pass, backward pass and update, in
-        addition to that and the weights; and bytes in host memory.
-
-        If all layers are equal, each adds the same, so a few layers are enough.
-        """
-        decoder = decoder_layers(self.base)
-        if decoder is None or not decoder.complete:
-            return self._step(memory_options, tokens)
-        parent, name, layers, _ = decoder
-        # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
-        if len(layers) <= 2 * DEPTH or not _equal_layers(self.base, layers):
-            return self._step(memory_options, tokens)
-        counts = []
-        for depth in (DEPTH, DEPTH + 1):
-            setattr(parent, name, layers[:depth])
-            try:
-                counts.append(self._step(memory_options, tokens))
-            finally:
-                setattr(parent, name, layers)
-        return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
 
     def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
         recipe, sharding, pinned = self.recipe, self.sharding, _PinnedBytes()
@@ -261,18 +239,6 @@ class _PinnedBytes:
 
     def unpack_hook(self, kept: tuple[torch.Size, torch.dtype]) -> Tensor:
         return torch.empty(kept[0], dtype=kept[1], device=META)
-
-
-def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:
-    """Whether all layers of a model need the same memory."""
-    if len(set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())) > 1:
-        return False
-    kinds = {
-        tuple((name, type(part), *(tuple(value.shape) for value in part.parameters(recurse=False)))
-              for name, part in layer.named_modules())
-        for layer in layers
-    }  # fmt: skip
-    return len(kinds) == 1
 
 
 @contextmanager

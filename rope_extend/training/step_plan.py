@@ -51,7 +51,7 @@ class TrainingPlan:
         chosen: the step of the run: the first that fits, or else the last.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
-        quantized: the last step with weights of 4 bits, if all combinations were requested.
+        quantized: the last step with weights of 4 bits, if all combinations were estimated.
         evaluation: the run's longest evaluation, including what is trained; None if the run does not
             evaluate.
         longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
@@ -181,6 +181,7 @@ def plan(
     elsewhere: bool = False,
     processes: int | None = None,
     fsdp: bool = False,
+    all_options: bool = True,
 ) -> TrainingPlan:
     """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
 
@@ -192,6 +193,7 @@ def plan(
         processes: number of processes that the launcher will start, one for each GPU; by default the
             `split_window` of the recipe. The plan is that of each.
         fsdp: whether accelerate will spread the weights over them by FSDP2.
+        all_options: as in `plan_training`.
 
     Raises:
         RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
@@ -218,7 +220,7 @@ def plan(
     shape, reach = check_recipe(recipe, None, dtype, sharding)
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
     estimate = plan_training(
-        recipe, load_options=load_options, sharding=sharding, all_options=True, device=planned_gpu,
+        recipe, load_options=load_options, sharding=sharding, all_options=all_options, device=planned_gpu,
         evaluation_lengths=evaluation_lengths(recipe, shape), reach=reach,
     )  # fmt: skip
     if estimate is None:
@@ -362,7 +364,11 @@ def _plan_steps(
         chosen = steps[-1]
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
     quantized = None
-    if all_options and not chosen.quantized and quantizable(recipe, estimator.sharding):
+    if (
+        (all_options or longest_block is not None)
+        and not chosen.quantized
+        and quantizable(recipe, estimator.sharding)
+    ):
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(

@@ -9,9 +9,8 @@ import pytest
 from known_models import write_config
 
 import rope_extend as rx
-from rope_extend.advice.shipped import copy_recipe, find_recipe, shipped_names, shipped_path, shipped_recipes
+from rope_extend.advice.shipped import find_recipe, shipped_names, shipped_path, shipped_recipes
 from rope_extend.cli.main import main
-from rope_extend.files import expand_home
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import plan
 
@@ -72,35 +71,6 @@ def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
     figures(name, tmp_path, SIZES)
 
 
-def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Path) -> None:
-    file = copy_recipe("llama3_8b_32k_yarn", tmp_path / "mine.yaml", model="my/llama: 3 #1")
-    copied, original = Recipe.from_yaml(file), Recipe.from_yaml(shipped_path("llama3_8b_32k_yarn"))
-    assert copied.model == "my/llama: 3 #1"
-    assert {**copied.to_dict(), "model": ""} == {**original.to_dict(), "model": ""}
-    with pytest.raises(rx.RopeExtendError, match="overwrite=True"):
-        copy_recipe("llama3_8b_32k_yarn", file)
-    copy_recipe("llama_7b_32k_yarn", file, overwrite=True)
-    shipped = shipped_path("llama_7b_32k_yarn").read_text()
-    assert file.read_text() == shipped.replace("finetune llama_7b_32k_yarn", f"finetune {file}")
-    with pytest.raises(rx.RopeExtendError, match="Did you mean 'llama_7b_32k_yarn'"):
-        copy_recipe("llama_7b_32k_yran", tmp_path / "other.yaml")
-    for empty in ("", " "):
-        with pytest.raises(rx.RopeExtendError, match="model must be"):
-            copy_recipe("llama_7b_32k_yarn", tmp_path / "other.yaml", model=empty)
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(rx.RopeExtendError, match="file' is a file"):
-        copy_recipe("llama_7b_32k_yarn", tmp_path / "file" / "mine.yaml")
-
-
-@pytest.mark.parametrize(
-    "model",
-    ["123", "null", "yes", "~/llama", "it's", '"a"', "a\\1", "a\nb", "- x", "m\u00f6del", "x" * 60, "*a"],
-)
-def test_any_name_of_a_model_is_quoted_as_needed(model: str, tmp_path: Path) -> None:
-    file = copy_recipe("phi2_3b_16k_yarn", tmp_path / "line\nbreak.yaml", model=model)
-    assert Recipe.from_yaml(file).model == expand_home(model)
-
-
 def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_recipe("llama_7b_32k_yarn") == str(shipped_path("llama_7b_32k_yarn"))
@@ -123,18 +93,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     assert rows["gemma2_2b_16k_yarn"].endswith(" 8k to 16k too long 39.0 GB 39.0 GB")
     assert "4 bit" in rows["phi4_14b_64k_yarn"]
-    main(["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")])
-    assert "written" in capsys.readouterr().out
-    capsys.readouterr()
-    main(["recipes", "show", "phi2_3b_16k_yarn"])
+    main(["recipes", "phi2_3b_16k_yarn"])
     assert capsys.readouterr().out == shipped_path("phi2_3b_16k_yarn").read_text(encoding="utf-8")
-    for line, message in (
-        (["recipes", "copy"], "required: name"),
-        (["recipes", "copy", "phi"], "no recipe is named 'phi'"),
-        (["recipes", "--json", "copy", "phi2_3b_16k_yarn"], "leave --json out"),
-        (["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")], "--overwrite"),
-    ):
-        with pytest.raises(SystemExit) as error:
-            main(line)
-        assert error.value.code == 2
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        main(["recipes", "phi"])
+    assert error.value.code == 2
+    assert "no recipe is named 'phi'" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -96,15 +95,14 @@ def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **
 
 @pytest.mark.parametrize(("progress", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_the_main_process_shows_progress_as_prompts_are_written(
-    progress: bool, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    progress: bool, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr("rope_extend.progress.LINE_EVERY", 0.0)
-    caplog.set_level(logging.INFO, "rope_extend")
     config = RetrievalConfig(model=MODEL_DIR, lengths=(256, 512), depths=(0.5,), trials=2)
     Measurement(config, progress=progress)
-    last = [line for line in caplog.messages if "writing prompts of passkey, 512: 2/2 prompt [" in line]
-    assert bool(last) == (progress and rank == 0)
+    shown = "writing prompts of passkey, 512: 100%" in capsys.readouterr().err
+    assert shown == (progress and rank == 0)
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])

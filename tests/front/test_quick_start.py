@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rope_extend as rx
-from rope_extend.cli.main import COMMANDS, SHELLS, examples, main, parse
+from rope_extend.cli.main import COMMANDS, examples, parse
 from rope_extend.data.bundled import MODEL_DIR
 
 HEAVY = (
@@ -37,7 +36,7 @@ LIGHT = [
     ("info model --trained-length banana", 2, "not a length in tokens: 'banana'"),
     ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
-    ("recipes copy llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
+    ("recipes llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
     ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),
     ("generate model --file book.txt --method yran", 2, "Did you mean 'yarn'"),
     ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
@@ -175,7 +174,7 @@ print(sum("Registering" in type(finder).__name__ for finder in sys.meta_path))
     assert python(code).splitlines() == ["GuardedConfig llama 64", "GuardedModel", "True", "1"]
 
 
-@pytest.mark.parametrize("line", ["--help", "finetune --help", "completion bash"])
+@pytest.mark.parametrize("line", ["--help", "finetune --help"])
 def test_a_reader_that_stops_is_no_error(line: str) -> None:
     """As in `rope-extend --help | head -1`."""
     reading, writing = os.pipe()
@@ -188,30 +187,11 @@ def test_a_reader_that_stops_is_no_error(line: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
-    """And there is a script for each of the other shells."""
-    scripts = []
-    for shell in SHELLS:
-        main(["completion", shell])
-        scripts.append(capsys.readouterr().out)
-        assert "llama3_8b_32k_yarn" in scripts[-1]
-    script = scripts[0]
-    for line, expected in {
-        "rope-extend eva": ["evaluate"],
-        "rope-extend finetune --target": ["--target-length"],
-        "rope-extend finetune --method dynamic_y": ["dynamic_yarn"],
-        "rope-extend generate m --quantize ": ["4bit", "8bit"],
-        "rope-extend recipes co": ["copy"],
-        "rope-extend recipes show llama3_8b_32k": ["llama3_8b_32k_yarn"],
-        "rope-extend evaluate m --methods self": ["self_extend"],
-        "rope-extend export x --to s": ["sglang"],
-        "rope-extend advise x --gpu rtx-4": ["rtx-4090"],
-    }.items():
-        words = line.split(" ")
-        code = (
-            f"{script}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))})\nCOMP_CWORD={len(words) - 1}\n"
-            '_shtab_rope_extend\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
-        )
-        done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
-        assert done.stdout.split() == expected, line
+@pytest.mark.slow
+def test_a_plan_needs_no_kernels_of_4_bits(work: Path) -> None:
+    """peft would import them, which takes seconds."""
+    arguments = ["advise", str(work / "model"), "--target-length", "128"]
+    code = f"import sys; from rope_extend.cli.main import main; main({arguments}); print(*sys.modules)"
+    loaded = python(code).splitlines()[-1].split()
+    assert "peft" in loaded
+    assert "bitsandbytes" not in loaded

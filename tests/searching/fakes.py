@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rope_extend as rx
-from rope_extend.searching.evaluations import Cost, Evaluator, Loss
+from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import Space, Table
 
@@ -30,14 +30,8 @@ class FakeEvaluator(Evaluator):
     attention = 1.15
     """The best attention factor."""
 
-    def __init__(
-        self,
-        settings: SearchConfig,
-        head_room: float = 1.25,
-        shape: rx.RopeShape = SHAPE,
-        file: Path | None = None,
-    ) -> None:
-        space = Space(shape, settings.target_length, head_room)
+    def __init__(self, settings: SearchConfig, shape: rx.RopeShape = SHAPE, file: Path | None = None) -> None:
+        space = Space(shape, settings.target_length)
         super().__init__(None, [], settings, space, file=file)  # type: ignore[arg-type]
         self.asked: list[Table] = []
 
@@ -48,9 +42,8 @@ class FakeEvaluator(Evaluator):
             for pair, divisor in enumerate(table.divisors):
                 goal = (1.2 * self.space.factor) ** min(1.0, max(0.0, (pair - 2) / 4))
                 distance += math.log(divisor / goal) ** 2
-            distance += 10 * (table.attention_factor - self.attention) ** 2 + table.start_tokens / 1000
+            distance += 10 * (table.attention_factor - self.attention) ** 2
             wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
-            loss = Loss(64 * (3 + distance + number / 10 + wave), 64)
-            losses[f"{group} {number}"] = dict.fromkeys(self.lengths, loss)
+            losses[f"{group} {number}"] = 3 + distance + number / 10 + wave
         self.asked.append(table)
-        self.add(table, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))
+        self.add(table, losses, 0.0)

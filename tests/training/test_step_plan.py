@@ -122,7 +122,7 @@ def test_layers_that_are_left_out_add_as_much_as_others(
     monkeypatch.setattr("rope_extend.loss.CHUNK_BYTES", 2**16)
     peaks = []
     for depth in (2, 6):
-        monkeypatch.setattr("rope_extend.training.step_estimator.DEPTH", depth)
+        monkeypatch.setattr("rope_extend.memory.meta_device.DEPTH", depth)
         peaks.append(planned(run, memory_options=MemoryOptions(True)).chosen.peak)
     assert peaks[0] == peaks[1]
 
