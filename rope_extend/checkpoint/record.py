@@ -99,7 +99,7 @@ class Record(Checked):
         The `revision` of an adapter's config is recorded, unless another one is given.
 
         Raises:
-            RopeExtendError: the model is not patched.
+            RopeExtendError: the model is not patched, or it has an adapter around an adapter.
         """
         patch = current_patch(model)
         if patch is None:
@@ -115,6 +115,12 @@ class Record(Checked):
         )  # fmt: skip
         if not is_peft_model(model):
             return record.without_local_path()
+        if is_peft_model(cast(Any, model).get_base_model()):
+            # Its weights have names that no loader finds in the base model.
+            raise RopeExtendError(
+                "this model is a PeftModel around another PeftModel, which cannot be saved to be loaded again; "
+                "call get_peft_model once, on the base model, or merge the first adapter (merge_and_unload)"
+            )
         configs = cast(Any, model).peft_config.values()
         pinned = next((each.revision for each in configs if each.revision), None)
         return replace(
