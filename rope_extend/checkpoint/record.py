@@ -118,7 +118,7 @@ class Record(Checked):
         if is_peft_model(cast(Any, model).get_base_model()):
             # Its weights have names that no loader finds in the base model.
             raise RopeExtendError(
-                "this model is a PeftModel around another PeftModel, which cannot be saved to be loaded again; "
+                "this model is a PeftModel around another PeftModel, and no loader could load its adapter; "
                 "call get_peft_model once, on the base model, or merge the first adapter (merge_and_unload)"
             )
         configs = cast(Any, model).peft_config.values()
