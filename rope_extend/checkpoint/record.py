@@ -281,8 +281,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
             )
         advice = how_to_restore(path.parent) or (
-            "peft wrote this adapter; if you know how its model was extended, extend it so again, and call "
-            "rope_extend.record_encoding(directory, model)"
+            "peft wrote this adapter; if you know how its model was extended, extend it so again, load the "
+            "adapter with peft, and save it with rope_extend.save"
             if is_adapter(path.parent)
             else "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
             "Python, with rope_extend.extend and rope_extend.save"

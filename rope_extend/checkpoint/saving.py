@@ -92,32 +92,6 @@ def save(
     return target
 
 
-def record_encoding(
-    directory: str | PathLike[str], model: nn.Module, *, base_model: str | None = None, guard: bool = True
-) -> Record:
-    """Write `rope_extend.json` next to weights that you saved yourself, for `rope_extend.load`.
-
-    Call it after `model.save_pretrained(directory)`, on one process. `rope_extend.save` does both.
-
-    Args:
-        directory: a complete adapter or full checkpoint. For an adapter that is not named `default`, the
-            directory that was given to `save_pretrained`. The record is written where peft wrote the adapter,
-            one level down.
-        model: the patched model that was saved there.
-        base_model: as in `rope_extend.save`.
-        guard: as in `rope_extend.save`.
-
-    Raises:
-        RopeExtendError: the model is not patched, or the directory cannot be read or written.
-    """
-    record = Record.of(model, base_model)
-    for written in written_directories(Path(expand_home(directory)), model):
-        record = complete_checkpoint(written, model, record, guard=guard, renamed=bool(base_model))
-        if is_peft_model(model):
-            warn_of_local_paths(written)
-    return record
-
-
 def recording(stock: Callable[..., Any], base_model: str | None = None) -> Callable[..., Any]:
     """A `save_pretrained` that completes what `stock` wrote, if the model that it saves is extended."""
 
