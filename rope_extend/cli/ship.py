@@ -16,7 +16,6 @@ from rope_extend.cli.arguments import (
     add_output,
     checkpoint,
     export_target,
-    length,
     path,
     size,
 )
@@ -103,7 +102,6 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", type=checkpoint, metavar="DIR", help=text)
     text = "allowed difference of a logit (default: 1e-4)"
     add("--tolerance", type=float, default=1e-4, metavar="X", help=text)
-    add("--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)")
     add_json(parser)
 
 
@@ -117,7 +115,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
     verification = run(
         arguments.directory, base_model=arguments.base_model, reference=arguments.reference,
-        tolerance=arguments.tolerance, length=arguments.length,
+        tolerance=arguments.tolerance,
     )  # fmt: skip
     if arguments.json:
         print(json.dumps(asdict(verification), indent=2))
