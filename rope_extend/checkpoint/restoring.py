@@ -56,7 +56,8 @@ def load(
 ) -> Any:
     """Load a checkpoint that `save` wrote, adapter or full model, with its recorded encoding.
 
-    Only safetensors and JSON files are read, and no code of a checkpoint is ever run.
+    Only safetensors and JSON files are read, and no code of a checkpoint is ever run, whatever
+    `trust_remote_code` says.
 
     Args:
         directory: an adapter or a full checkpoint, with its record; or the hub id of one.
@@ -78,7 +79,6 @@ def load(
         RopeExtendError: the record is missing or damaged; files are missing, damaged, pickled, outside the
             directory or not those that were saved; or the base model is missing or a different one.
     """
-    _refuse_options(from_pretrained_options)
     name = expand_home(directory)
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
@@ -165,20 +165,6 @@ def check_loaded_by_peft(
         raise RopeExtendError(
             f"{directory} was trained with {record.encoding}, this model uses {patch.encoding}: "
             f"they differ in {differ}. A model has one encoding, so use rope_extend.load for this adapter"
-        )
-
-
-def _refuse_options(options: dict[str, Any]) -> None:
-    """Refuse options that make stock loaders run code, or return something else than a model."""
-    if options.pop("trust_remote_code", None):
-        raise RopeExtendError(
-            "rope_extend never runs code that comes with a checkpoint, so trust_remote_code=True is refused; "
-            "load such a model yourself, then use rope_extend.load_adapter or rope_extend.patch_model"
-        )
-    if not options.pop("use_safetensors", True) or "output_loading_info" in options:
-        raise RopeExtendError(
-            "load reads safetensors only, since pickles can run code, and returns the model alone; leave "
-            "use_safetensors and output_loading_info out"
         )
 
 
