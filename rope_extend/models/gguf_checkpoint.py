@@ -112,11 +112,9 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
         kwargs: as `from_pretrained` takes them.
 
     Raises:
-        RopeExtendError: quantization was asked for as well, or an adapter lies next to the file: transformers
-            would load that too, for a base model that is no GGUF file.
+        RopeExtendError: an adapter lies next to the file: transformers would load that too, for a base model
+            that is no GGUF file.
     """
-    if kwargs.pop("quantization_config", None) is not None:
-        raise RopeExtendError(no_second_quantization(path))
     if is_adapter(path.parent):
         raise RopeExtendError(
             f"an adapter lies next to {path.name}, in {path.parent}, and transformers would load both as one "
@@ -167,14 +165,6 @@ def _set_ends(path: Path, model: Any) -> None:
     ends = [token for token in dict.fromkeys(ends) if _is_token(token, model.config)]
     if len(ends) > 1 and model.generation_config is not None:
         model.generation_config.eos_token_id = ends
-
-
-def no_second_quantization(path: Path) -> str:
-    """The message for `quantize` with a GGUF file."""
-    return (
-        f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or "
-        f"{how_to_convert(path)}"
-    )
 
 
 def how_to_convert(path: Path) -> str:

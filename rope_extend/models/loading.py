@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,9 @@ from shlex import quote
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -28,6 +25,7 @@ from transformers import (
 
 from rope_extend.errors import RopeExtendError, followed_by
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG
 from rope_extend.models.families import family_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
@@ -88,12 +86,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
 
 
 def _check_directory(auto: Any, name: str) -> None:
-    """Refuse a directory without what is to be loaded; transformers would speak of other things.
-
-    Raises:
-        RopeExtendError: the directory holds an adapter and no model, no config, no tokenizer, or a model of a
-            family that transformers does not know.
-    """
+    """Refuse a directory without what is to be loaded; transformers would speak of other things."""
     path = Path(expand_home(name))
     if not name or not path.is_dir():  # the empty name would be the working directory
         return
@@ -101,23 +94,14 @@ def _check_directory(auto: Any, name: str) -> None:
     if auto is AutoTokenizer:
         if not any(re.search(r"token|^(vocab|spiece|tekken)|\.model$", file) for file in names):
             raise RopeExtendError(f"{name!r} has no tokenizer: copy tokenizer.json of its base model there")
-    elif "config.json" not in names:
-        if auto is GenerationConfig:
-            return
-        if "adapter_config.json" in names:  # with peft, transformers would load it without the encoding
-            raise RopeExtendError(
-                f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge "
-                f"{quote(name)} --output merged. Then give the merged directory; or give its base model"
-            )
+    elif ADAPTER_CONFIG in names and CONFIG not in names and auto is not GenerationConfig:
+        # With peft, transformers would load it without the encoding.
+        raise RopeExtendError(
+            f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge "
+            f"{quote(name)} --output merged. Then give the merged directory; or give its base model"
+        )
+    elif CONFIG not in names and auto is not GenerationConfig:
         raise RopeExtendError(f"{name!r} has no config.json, so it is no checkpoint of transformers")
-    else:
-        with one_error(f"cannot read {path / 'config.json'}"):
-            family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if isinstance(family, str) and family not in CONFIG_MAPPING:
-            raise RopeExtendError(
-                f"transformers {transformers.__version__} has no family {family!r}, the model_type in "
-                f"{path / 'config.json'}; `rope-extend families` lists those that can be extended"
-            )
 
 
 def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:

@@ -77,13 +77,8 @@ def check_checkpoint(
         if local_files_only or any(isinstance(path, str) for path in cached):
             return
         get_hf_file_metadata(hf_hub_url(name, files[0], revision=revision), timeout=TIMEOUT, token=token)
-    except EntryNotFoundError:
-        return
-    except GatedRepoError as error:
-        raise RopeExtendError(
-            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log in with "
-            "`hf auth login`, or set HF_TOKEN"
-        ) from error
+    except (EntryNotFoundError, GatedRepoError):
+        return  # of a repository that is gated, transformers says how to get access
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise RopeExtendError(
             f"{missing} no model of that name on the hub, or it is private.{_nearest(name)}"
