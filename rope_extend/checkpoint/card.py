@@ -27,7 +27,13 @@ from rope_extend.checkpoint.staging import is_our_card, marked
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_text
-from rope_extend.models.checkpoint_directory import CARD_NAME, CONFIG, TOKENIZER_CONFIG, is_adapter
+from rope_extend.models.checkpoint_directory import (
+    CARD_NAME,
+    CONFIG,
+    PICTURE_NAME,
+    TOKENIZER_CONFIG,
+    is_adapter,
+)
 from rope_extend.models.loading import is_for_stock
 from rope_extend.models.locating import GGUF
 from rope_extend.report.tables import markdown_code, markdown_text, number
@@ -35,7 +41,6 @@ from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""

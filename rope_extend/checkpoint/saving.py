@@ -28,6 +28,7 @@ from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.decoders import unwrap
+from rope_extend.models.loading import one_error
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.patching import current_patch
@@ -162,21 +163,15 @@ def write_model(
 
 
 def write_tokenizer(tokenizer: Any, directory: Path, window: int | None = None) -> None:
-    """`tokenizer.save_pretrained`, with an OSError if the disk is full.
+    """`tokenizer.save_pretrained`; the files state `window` as `model_max_length`, if it is given.
 
-    Several chat templates go into its config, so that all files of a checkpoint are in one directory. The
-    files state `window` as `model_max_length`, if it is given.
+    Several chat templates go into its config, so that all files of a checkpoint are in one directory.
     """
-    before = tokenizer.model_max_length
+    before, several = tokenizer.model_max_length, isinstance(getattr(tokenizer, "chat_template", None), dict)
     tokenizer.model_max_length = before if window is None else window
     try:
-        tokenizer.save_pretrained(
-            directory, save_jinja_files=not isinstance(getattr(tokenizer, "chat_template", None), dict)
-        )
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers library raises no other type
-        raise OSError(f"the tokenizer cannot be written: {error}") from error
+        with one_error("the tokenizer cannot be written"):
+            tokenizer.save_pretrained(directory, save_jinja_files=not several)
     finally:
         tokenizer.model_max_length = before
 
