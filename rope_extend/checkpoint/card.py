@@ -77,9 +77,6 @@ def model_card(
         trained_in: directory of the run, with `recipe.yaml`; default: `directory`.
         name: the checkpoint's name in the code of the card; default: its directory's name.
         trained_on: number of documents of `perplexity` that are also training data.
-
-    Raises:
-        RopeExtendError: the record is missing or damaged.
     """
     directory = Path(expand_home(directory))
     record = read_record(directory)
@@ -118,13 +115,8 @@ def write_card(
     A `README.md` that somebody else wrote or edited stays; the return value is then None. So does a picture
     that is not the one of our card; the card then has none.
 
-    Args:
-        directory: an adapter or a full checkpoint, with its record.
-        draw: writes the picture of the results into the file whose path it is given.
-        options: keyword arguments of `model_card`.
-
-    Raises:
-        RopeExtendError: as `model_card`, or the file cannot be written.
+    `draw` writes the picture of the results into the file whose path it is given; `options` are keyword
+    arguments of `model_card`.
     """
     path = Path(expand_home(directory)) / CARD_NAME
     picture = path.with_name(PICTURE_NAME)

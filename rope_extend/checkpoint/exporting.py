@@ -120,11 +120,7 @@ def export(
 
 
 def _checked_form(record: Record, target: Path, to: str, file: Path | None) -> Support:
-    """How a target computes the recorded encoding.
-
-    Raises:
-        RopeExtendError: it does not, or the arguments do not fit together.
-    """
+    """How a target computes the recorded encoding; refused if it does not, or if arguments do not fit."""
     # The architecture of the GGUF file decides whether it can hold a table; the family is only a guess at it.
     form = support(
         record.encoding, record.shape, to, record.model_type,

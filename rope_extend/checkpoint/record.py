@@ -97,9 +97,6 @@ class Record(Checked):
         """The record of a patched model, without digests. For an adapter, it holds the base's fingerprint.
 
         The `revision` of an adapter's config is recorded, unless another one is given.
-
-        Raises:
-            RopeExtendError: the model is not patched, or it has an adapter around an adapter.
         """
         patch = current_patch(model)
         if patch is None:
@@ -142,9 +139,6 @@ class Record(Checked):
         """Name and revision of the base model to load: those that were given, or else the recorded ones.
 
         The recorded revision is one of the recorded model, so it does not apply to another name.
-
-        Raises:
-            RopeExtendError: neither gives a name. The message names `directory`.
         """
         name = expand_home(name) if name else self.base_model
         if name is None:
@@ -265,11 +259,7 @@ def check_agreement(directory: Path, record: Record) -> None:
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
-    """Read `rope_extend.json` from a checkpoint's directory.
-
-    Raises:
-        RopeExtendError: the file is missing, damaged, or of an unknown schema version.
-    """
+    """The record in a directory; one that is missing, damaged or of another schema is refused."""
     path = Path(directory) / RECORD_NAME
     with one_error(f"cannot read {directory}"):
         exists = path.exists()

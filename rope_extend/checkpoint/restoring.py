@@ -136,11 +136,7 @@ def check_loaded_by_peft(
 ) -> None:
     """Refuse an adapter of another encoding than the model's, which peft would load without its own.
 
-    Args:
-        model: the model whose `load_adapter` was called.
-        name: directory or hub id of the adapter.
-        options: what else `load_adapter` was given, such as `subfolder`.
-        in_place: the adapter replaces one of the model's. Then what its encoding has learned does too.
+    If it replaces one of the model's (`in_place`), what its encoding has learned does too.
     """
     patch = current_patch(model)
     if patch is None:
@@ -180,14 +176,7 @@ def checked_record(directory: Path, check_files: bool) -> Record:
 
 
 def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any:
-    """The base model of the adapter in a directory, with the head and the vocabulary that it had there.
-
-    Args:
-        name: name or path of the base model.
-        directory: the adapter.
-        hint: as for `load_model`.
-        options: as `from_pretrained` takes them; `num_labels` is that of the adapter's head by default.
-    """
+    """The base model of the adapter in a directory, with the head and the vocabulary that it had there."""
     config, held = read_json(directory / ADAPTER_CONFIG), held_weights(directory)
     task, mapping = str(config.get("task_type")), config.get("auto_mapping")
     auto = HEADS.get(task, AutoModelForCausalLM)
@@ -205,8 +194,7 @@ def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any
 def fit_vocabulary(model: Any, adapter: Path, *, resize: bool = True) -> None:
     """Give a base model as many embeddings as an adapter replaces: tokens were added to it before.
 
-    Raises:
-        RopeExtendError: `resize` is false and the sizes differ, or the adapter lacks one of both matrices.
+    With `resize` false, a model of another size is refused.
     """
     held, layers = held_weights(adapter), [model.get_input_embeddings(), model.get_output_embeddings()]
     matrices = [layer.weight for layer in layers if layer is not None]

@@ -54,12 +54,7 @@ class Metadata:
 
 
 def gguf_metadata(path: Path) -> Metadata:
-    """Keys and tables of a GGUF file.
-
-    Raises:
-        RopeExtendError: the package gguf is not installed, this is no GGUF file or one of several parts, or a
-            value is not one that a model can have.
-    """
+    """Keys and tables of a GGUF file, checked: it holds a whole model."""
     return _metadata(*state(path))
 
 
@@ -70,11 +65,7 @@ def state(path: Path) -> tuple[Path, int, int]:
 
 
 def gguf_reader(path: Path) -> Any:
-    """The reader of the package gguf for a file, with `field_value` for its fields.
-
-    Raises:
-        RopeExtendError: the package is not installed, or this is no GGUF file.
-    """
+    """The reader of the package gguf for a file, with `field_value` for its fields."""
     try:
         import_module("gguf")
     except ImportError as error:

@@ -42,11 +42,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its special tokens and its chat template.
-
-    Raises:
-        RopeExtendError: the file has no tokenizer, or one of a kind that is not supported.
-    """
+    """The tokenizer of a GGUF file, with its special tokens and its chat template."""
     metadata = gguf_metadata(path)
     keys = _TokenizerKeys(path, metadata)
     kind = keys.value("model")

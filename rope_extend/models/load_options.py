@@ -91,11 +91,7 @@ class LoadOptions(Checked):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of the model, or of its first layers if it is spread.
-
-        Raises:
-            RopeExtendError: this machine has no such device.
-        """
+        """The device of the model, or of its first layers if it is spread."""
         gpus = torch.cuda.device_count()
         if self.device is None:
             local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -115,11 +111,7 @@ class LoadOptions(Checked):
         return device
 
     def empty(self, name: str) -> nn.Module:
-        """The model of a checkpoint with this attention, on the meta device: no weights are loaded.
-
-        Raises:
-            RopeExtendError: no such checkpoint, its family is not supported, or it cannot be loaded this way.
-        """
+        """The model of a checkpoint with this attention, on the meta device: no weights are loaded."""
         config = self._config(name)
         arguments: dict[str, Any] = dict(self._attention(config))
         if (dtype := self._dtype(config)) != "auto":
@@ -139,15 +131,7 @@ class LoadOptions(Checked):
         return pretrained(AutoModelForCausalLM, name, **self.arguments(name, reserve=reserve)).eval()
 
     def arguments(self, name: str, *, reserve: int = 0) -> dict[str, Any]:
-        """The arguments for `from_pretrained` with which `load` loads a checkpoint.
-
-        Args:
-            name: as in `load`.
-            reserve: as in `load`.
-
-        Raises:
-            RopeExtendError: as `load`.
-        """
+        """The arguments for `from_pretrained` with which `load` loads a checkpoint."""
         config, device = self._config(name), self.torch_device
         if self.limit_memory is not None and device.type == "cuda":
             gpus = range(torch.cuda.device_count()) if self.device_map is not None else [device]

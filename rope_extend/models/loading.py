@@ -51,16 +51,9 @@ def auto_class(config: Any, architecture: str | None = None) -> Any:
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
-    """`auto.from_pretrained(name, **kwargs)` for one of transformers' auto classes, without remote code.
+    """`auto.from_pretrained(name, **kwargs)` for an auto class of transformers, without remote code.
 
-    Args:
-        auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
-        name: a checkpoint's directory or hub id, or a GGUF file.
-        hint: a sentence without its full stop, added to the error message.
-        kwargs: as `from_pretrained` takes them.
-
-    Raises:
-        RopeExtendError: there is no such checkpoint, it cannot be loaded, or it holds an adapter only.
+    `name` may be a GGUF file as well. `hint` is added to the error message.
     """
     _check_directory(auto, str(name))
     if auto is not GenerationConfig:
@@ -145,14 +138,7 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
 def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
     """The model of a checkpoint's config, on the meta device: no weights are read or allocated.
 
-    Args:
-        name: a checkpoint's directory or hub id, or a GGUF file.
-        config: its config, if it is loaded already.
-        arguments: as `AutoModelForCausalLM.from_config` takes them, such as `attn_implementation`.
-
-    Raises:
-        RopeExtendError: no such checkpoint, or its config describes no model.
-        UnsupportedModelError: the family is not supported.
+    `config` is given if it is loaded already, and `arguments` are those of `from_config`.
     """
     config = pretrained(AutoConfig, name) if config is None else config
     family_for(config.model_type)

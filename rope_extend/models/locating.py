@@ -25,11 +25,7 @@ _OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
 
 def check_path(name: str) -> None:
-    """Refuse a name that can only be a path, if nothing has that path.
-
-    Raises:
-        RopeExtendError: there is no such file or directory; the message names the nearest.
-    """
+    """Refuse a name that can only be a path, if nothing has that path."""
     if is_path(name) and not os.path.exists(expand_home(name)):  # False too for a name that no file can have
         what = "file" if name.endswith(GGUF) else "directory"
         raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
@@ -54,9 +50,6 @@ def check_checkpoint(
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
     minute if there is no network, and then speak of the network where a path was mistyped. `revision`,
     `token`, `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
-
-    Raises:
-        RopeExtendError: the name leads to no checkpoint.
     """
     check_path(name)
     if Path(expand_home(name)).exists():
@@ -112,14 +105,8 @@ def local_directory(
 ) -> Path:
     """The directory of a checkpoint: `name` itself, or the cached snapshot of a hub id, downloaded if needed.
 
-    Args:
-        name: a directory or a hub id.
-        kind: a noun for the error message.
-        argument: the argument that sets it, for the error message.
-        options: options for `snapshot_download`, such as `revision` (see `hub_options`) or `allow_patterns`.
-
-    Raises:
-        RopeExtendError: there is no such checkpoint.
+    `kind` and `argument` are for the error message: what it is, and which argument sets it. `options` are for
+    `snapshot_download`, such as `allow_patterns`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -138,15 +125,7 @@ def local_directory(
 
 
 def base_name(name: str, revision: str | None) -> str:
-    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision.
-
-    Args:
-        name: as `Record.base` returns it.
-        revision: the same.
-
-    Raises:
-        RopeExtendError: there is no such model.
-    """
+    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision."""
     files = DOWNLOADED if revision else (CONFIG,)
     directory = local_directory(
         name, "base model", "base_model= (--base-model)", revision=revision, allow_patterns=list(files)

@@ -81,14 +81,7 @@ class Schedule:
 def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, architecture: str) -> Schedule:
     """The metadata and tensors with which llama.cpp computes a static schedule.
 
-    Args:
-        encoding: a schedule that consists of one table and an attention factor.
-        shape: the rotary shape of the pretrained model.
-        target_length: the extended window, in tokens.
-        architecture: the file's `general.architecture`.
-
-    Raises:
-        RopeExtendError: the schedule needs a table, and the architecture does not read one.
+    The encoding consists of one table and an attention factor; `architecture` is that of the file.
     """
     table, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
     form: dict[str, Any] = {"rope_type": ""}
@@ -122,12 +115,7 @@ def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, archi
 
 
 def annotate(source: str | PathLike[str], output: str | PathLike[str], record: Record) -> Path:
-    """Write a copy of a converted GGUF file that has the recorded encoding; returns its path.
-
-    Raises:
-        RopeExtendError: the package `gguf` is missing; the source is not a GGUF file or of another model;
-            llama.cpp does not support the encoding; or the output cannot be written.
-    """
+    """Write a copy of a converted GGUF file that has the recorded encoding; returns its path."""
     path, target = Path(source), Path(output)
     advice = "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
     with one_error(f"cannot read {path} as GGUF", advice):

@@ -74,13 +74,9 @@ TARGETS = {
 
 
 def commands(target: str, checkpoint: str, tokens: int, *, base_model: str = "") -> list[str]:
-    """The commands that export a checkpoint and serve it.
+    """The commands that export a checkpoint's directory and serve it with a window of `tokens`.
 
-    Args:
-        target: one of `TARGETS`.
-        checkpoint: the directory of the checkpoint.
-        tokens: the window to serve.
-        base_model: the base model of an adapter, if it is not the one in its record.
+    `base_model` is that of an adapter, if it is not the one in its record.
     """
     engine, output = TARGETS[target], f"{checkpoint}-{target.replace('.', '')}"
     model, options, lines = output, f" --base-model {quote(base_model)}" if base_model else "", []
