@@ -49,14 +49,14 @@ def merge(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    tokenizer: bool = True,
     guard: bool = True,
 ) -> Path:
     """Merge an adapter into its base model; returns the directory of the plain checkpoint.
 
     A weight that the adapter changes is computed in float32 and rounded once. Every other weight is the base
     model's own, bit for bit. The directory gets the weights, a `config.json` for stock transformers,
-    `rope_extend.json`, a model card, and the base model's generation config, tokenizer, license and notices.
+    `rope_extend.json`, a model card, the tokenizer of the adapter or else of the base model, and the base
+    model's generation config, license and notices.
 
     Memory holds the model in its own dtype. It is in float32 if `dtype` is given, if the base model is stored
     in float16, or if the adapter changes the base model's weights, as PiSSA does.
@@ -69,7 +69,6 @@ def merge(
         overwrite: replace a checkpoint in the output directory; other files stay.
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
-        tokenizer: write the tokenizer: the adapter's own, or else the base model's.
         guard: as in `rope_extend.save`.
 
     Raises:
@@ -93,8 +92,7 @@ def merge(
         files = local_directory(name, "base model", "base_model=", revision=revision)
         base = _merged(files, adapter, record, config, dtype)
         write_model(base, directory, max_shard_size)
-        if tokenizer:
-            _copy_tokenizer(adapter, files, record.target_length, directory)
+        _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
         complete_checkpoint(directory, base, Record.of(base, name, revision), guard=guard)
         check_finite(directory)

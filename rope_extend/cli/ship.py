@@ -34,7 +34,6 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
     text = "maximum size of one weight file (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
-    add("--no-tokenizer", action="store_true", help="do not write the tokenizer")
     text = "write a stock config.json even if stock loaders would silently use the original window"
     add("--no-guard", action="store_true", help=text)
 
@@ -57,8 +56,7 @@ def merge(arguments: argparse.Namespace) -> None:
         arguments.adapter, arguments.output, base_model=arguments.base_model,
         base_revision=arguments.base_revision, overwrite=arguments.overwrite,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
-        guard=not arguments.no_guard,
+        max_shard_size=arguments.max_shard_size, guard=not arguments.no_guard,
     )  # fmt: skip
     print("written:", path)
     record = read_record(path)
@@ -74,7 +72,6 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "DIR", "directory of the checkpoint", required=True)
     text = "dtype of the weights (default: float32, which holds the dequantised values exactly)"
     add("--dtype", choices=DTYPES, default="float32", help=text)
-    add("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -88,9 +85,11 @@ def convert(arguments: argparse.Namespace) -> None:
     from rope_extend.checkpoint.converting import convert as run
 
     path = run(
-        arguments.model, arguments.output, dtype=getattr(torch, arguments.dtype),
-        max_shard_size=arguments.max_shard_size, overwrite=arguments.overwrite,
-    )  # fmt: skip
+        arguments.model,
+        arguments.output,
+        dtype=getattr(torch, arguments.dtype),
+        overwrite=arguments.overwrite,
+    )
     print("written:", path)
 
 

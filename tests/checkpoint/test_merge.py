@@ -140,8 +140,6 @@ def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path
     assert tokenizer["model_max_length"] == TARGET
     config = AutoConfig.from_pretrained(tmp_path / "merged")
     assert (config.max_position_embeddings, config.architectures) == (TARGET, ["LlamaForCausalLM"])
-    rx.merge(adapter, tmp_path / "without", tokenizer=False)
-    assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
 def test_a_published_generation_config_that_transformers_finds_invalid_is_kept(tmp_path: Path) -> None:
