@@ -64,12 +64,9 @@ def model_card(
     name: str | None = None,
     trained_on: int = 0,
 ) -> str:
-    """The text of a checkpoint's card, Markdown with the hub's front matter.
-
-    The license is left to the publisher of the model.
+    """The text of a checkpoint's card, Markdown with the hub's front matter; it states no license.
 
     Args:
-        directory: an adapter or a full checkpoint, with its record.
         results: the Markdown table of an evaluation, and its picture if there is one.
         data: the training data; default: the data of the run's recipe.
         perplexity: perplexity after training by length in tokens, if there are no `results`.

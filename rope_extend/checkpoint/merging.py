@@ -11,7 +11,6 @@ import os
 import shutil
 from os import PathLike
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, NOTICES, is_adapter, matches
-from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
+from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.locating import GGUF, local_directory
 from rope_extend.models.parameters import is_learned
@@ -85,8 +84,8 @@ def merge(
     refuse_base_model(output, name)
     if (path := gguf_file(name)) is not None:
         raise RopeExtendError(
-            "the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. "
-            f"{_how_to_convert(str(path))}"
+            "the base model is a GGUF file, and a merge reads and writes checkpoints of transformers; "
+            f"{how_to_convert(path)}, and give it as base_model="
         )
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=", revision=revision)
@@ -99,10 +98,6 @@ def merge(
     if base.get_output_embeddings() is not None:  # the card is one of a language model
         add_card(output, trained_in=adapter)
     return output
-
-
-def _how_to_convert(file: str) -> str:
-    return f"Write one with {CONVERT} {quote(file)} --output DIRECTORY, and give it as base_model="
 
 
 def _adapter_config(adapter: Path) -> Any:
@@ -135,7 +130,7 @@ def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torc
         raise RopeExtendError(f"the base model {files} is quantised; give the original model as base_model=")
     advice = "; give the former as base_model="
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
-        advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
+        advice = f". Of the former, {how_to_convert(record.base_model)}, and give it as base_model="
     base = load_base(str(files), adapter, dtype="auto")
     dtypes = {name: weight.dtype for name, weight in base.named_parameters(remove_duplicate=False)}
     # Weights in float16 tell in float32 alone whether they are those that the adapter was trained on.

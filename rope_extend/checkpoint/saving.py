@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -101,8 +101,11 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
         result = stock(model, save_directory, *args, **options)
         given = inspect.signature(stock).bind(model, save_directory, *args, **options).arguments
         if current_patch(model) is not None and given.get("is_main_process", True):
-            names, state = given.get("selected_adapters"), options.get("state_dict")
-            for directory in written_directories(Path(save_directory), model, names):
+            state, names = options.get("state_dict"), ["default"]
+            if is_peft_model(model):
+                names = given.get("selected_adapters") or list(model.peft_config)
+            for name in names:  # peft writes an adapter of another name one level down
+                directory = Path(save_directory) / ("" if name == "default" else name)
                 record = Record.of(model, base_model)
                 complete_checkpoint(directory, model, record, renamed=bool(base_model), state=state)
         return result
@@ -114,14 +117,6 @@ def stock_save(model: Any) -> Callable[..., Any]:
     """The `save_pretrained` of a model's class, without `recording`."""
     save_pretrained = type(model).save_pretrained
     return getattr(save_pretrained, "stock", save_pretrained)
-
-
-def written_directories(directory: Path, model: Any, adapters: Sequence[str] | None = None) -> list[Path]:
-    """Where the weights were written. peft writes an adapter that is not named `default` one level below."""
-    if not is_peft_model(model):
-        return [directory]
-    names = adapters or list(model.peft_config)
-    return [directory if name == "default" else directory / name for name in names]
 
 
 def complete_checkpoint(

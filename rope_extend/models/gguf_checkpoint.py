@@ -69,6 +69,8 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
         )
     with lists_skipped():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    if words := metadata.keys.get("tokenizer.ggml.tokens"):
+        config.vocab_size = metadata.of_architecture("vocab_size", len(words))
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name
     for name in ("bos", "eos", "padding"):
@@ -150,6 +152,6 @@ def _set_ends(path: Path, model: Any) -> None:
         model.generation_config.eos_token_id = ends
 
 
-def how_to_convert(path: Path) -> str:
+def how_to_convert(path: Path | str) -> str:
     """The advice to make a checkpoint of a GGUF file, as part of a sentence."""
     return f"write an ordinary checkpoint first: {CONVERT} {quote(str(path))} --output DIRECTORY"

@@ -112,19 +112,9 @@ def _skipping_reader() -> Any:
 
 @contextmanager
 def lists_skipped() -> Iterator[None]:
-    """Let transformers read no vocabulary within the context: config and weights need only its length."""
+    """Let transformers read no vocabulary within the context: weights need none, and a config its length."""
     gguf: Any = import_module("gguf")
-
-    def reader(path: str) -> Any:
-        found = gguf_reader(Path(path))
-        words, kind = found.get_field("tokenizer.ggml.tokens"), gguf.GGUFValueType.UINT64
-        if words is not None:
-            name = f"{found.get_field('general.architecture').contents()}.vocab_size"
-            length = gguf.ReaderField(words.offset, name, [words.parts[-2]], [0], [kind])
-            found.fields.setdefault(name, length)
-        return found
-
-    before, gguf.GGUFReader = gguf.GGUFReader, reader
+    before, gguf.GGUFReader = gguf.GGUFReader, lambda path: gguf_reader(Path(path))
     try:
         yield
     finally:

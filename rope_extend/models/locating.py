@@ -37,19 +37,12 @@ def is_path(name: str) -> bool:
     return not hub_id or name.startswith(".") or name.endswith(GGUF)
 
 
-def check_checkpoint(
-    name: str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> None:
+def check_checkpoint(name: str, **access: Any) -> None:
     """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
 
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
-    minute if there is no network, and then speak of the network where a path was mistyped. `revision`,
-    `token`, `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
+    minute if there is no network, and then speak of the network where a path was mistyped. `access` has the
+    options of `from_pretrained` that `ACCESS` names.
     """
     check_path(name)
     if Path(expand_home(name)).exists():
@@ -63,13 +56,15 @@ def check_checkpoint(
         RepositoryNotFoundError,
     )
 
-    files = (CONFIG, ADAPTER_CONFIG)
-    cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision) for file in files)
+    files, revision = (CONFIG, ADAPTER_CONFIG), access.get("revision")
+    where = {"cache_dir": access.get("cache_dir"), "revision": revision}
+    cached = (try_to_load_from_cache(name, file, **where) for file in files)
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
-        if local_files_only or any(isinstance(path, str) for path in cached):
+        if access.get("local_files_only") or any(isinstance(path, str) for path in cached):
             return
-        get_hf_file_metadata(hf_hub_url(name, files[0], revision=revision), timeout=TIMEOUT, token=token)
+        address = hf_hub_url(name, files[0], revision=revision)
+        get_hf_file_metadata(address, timeout=TIMEOUT, token=access.get("token"))
     except (EntryNotFoundError, GatedRepoError):
         return  # of a repository that is gated, transformers says how to get access
     except (RepositoryNotFoundError, HFValidationError) as error:
