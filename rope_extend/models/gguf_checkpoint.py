@@ -69,8 +69,6 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
         )
     with lists_skipped():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    if words := metadata.keys.get("tokenizer.ggml.tokens"):
-        config.vocab_size = metadata.of_architecture("vocab_size", len(words))
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name
     for name in ("bos", "eos", "padding"):

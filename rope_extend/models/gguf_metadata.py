@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -30,11 +30,12 @@ class Metadata:
     """What a GGUF file says besides its weights.
 
     Attributes:
-        keys: all keys and values.
+        keys: all keys and values, but for long lists and lists of texts.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
         weights: the number of values in all other tensors.
         blocks: the number of layers that have tensors.
         embeds: whether the file has an embedding of tokens, as every language model has.
+        lists: the reader's fields with the other lists, which take seconds to read; see `field_value`.
     """
 
     keys: Mapping[str, Any]
@@ -42,6 +43,7 @@ class Metadata:
     weights: int = 0
     blocks: int = 0
     embeds: bool = True
+    lists: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -112,9 +114,19 @@ def _skipping_reader() -> Any:
 
 @contextmanager
 def lists_skipped() -> Iterator[None]:
-    """Let transformers read no vocabulary within the context: weights need none, and a config its length."""
+    """Let transformers read no vocabulary within the context: config and weights need only its length."""
     gguf: Any = import_module("gguf")
-    before, gguf.GGUFReader = gguf.GGUFReader, lambda path: gguf_reader(Path(path))
+
+    def reader(path: str) -> Any:
+        found = gguf_reader(Path(path))
+        words, kind = found.get_field("tokenizer.ggml.tokens"), gguf.GGUFValueType.UINT64
+        if words is not None:
+            name = f"{found.get_field('general.architecture').contents()}.vocab_size"
+            length = gguf.ReaderField(words.offset, name, [words.parts[-2]], [0], [kind])
+            found.fields.setdefault(name, length)
+        return found
+
+    before, gguf.GGUFReader = gguf.GGUFReader, reader
     try:
         yield
     finally:
@@ -125,7 +137,8 @@ def lists_skipped() -> Iterator[None]:
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     reader = gguf_reader(path)
     try:
-        keys = {name: field_value(field) for name, field in reader.fields.items()}
+        lists = {name: entry for name, entry in reader.fields.items() if _is_skipped(entry)}
+        keys = {name: field_value(entry) for name, entry in reader.fields.items() if name not in lists}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -138,6 +151,7 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             weights=sum(int(tensor.n_elements) for name, tensor in tensors.items() if name not in tables),
             blocks=len({match[1] for name in tensors if (match := _BLOCK.match(name))}),
             embeds=_EMBEDDING in tensors,
+            lists=lists,
         )
     except Exception as error:
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
@@ -145,15 +159,19 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     return metadata
 
 
-def field_value(field: Any, *, raw: bool = False) -> Any:
+def _is_skipped(entry: Any) -> bool:
+    return len(entry.types) == 2 and not entry.data
+
+
+def field_value(entry: Any, *, raw: bool = False) -> Any:
     """The value of a key. A token need not be valid UTF-8: with `raw`, texts are bytes."""
-    data, skipped = field.parts[-1], len(field.types) == 2 and not field.data
-    if field.types[-1].name != "STRING":
-        return data.tolist() if skipped else field.contents()
+    data, skipped = entry.parts[-1], _is_skipped(entry)
+    if entry.types[-1].name != "STRING":
+        return data.tolist() if skipped else entry.contents()
     texts, end, data = list[bytes](), 0, data.tobytes()
     while skipped and end < len(data):
         start = end + 8
-        end = start + struct.unpack_from(f"{field.parts[-2].dtype.str[0]}Q", data, end)[0]
+        end = start + struct.unpack_from(f"{entry.parts[-2].dtype.str[0]}Q", data, end)[0]
         texts.append(data[start:end])
     values = [text if raw else text.decode("utf-8", "replace") for text in (texts if skipped else [data])]
     return values if skipped else values[0]
