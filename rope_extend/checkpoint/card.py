@@ -33,7 +33,6 @@ from rope_extend.models.checkpoint_directory import (
     TOKENIZER_CONFIG,
     is_adapter,
 )
-from rope_extend.models.loading import is_for_stock
 from rope_extend.models.locating import GGUF
 from rope_extend.report.tables import markdown_code, markdown_text, number
 from rope_extend.units import format_length
@@ -87,7 +86,6 @@ def model_card(
         paper = Markup(f"[arXiv {paper}](https://arxiv.org/abs/{paper})")
     rotary = isinstance(encoding, RopeEncoding)
     guarded = not adapter and read_json(directory / CONFIG).get("model_type") == MODEL_TYPE
-    stock = not adapter and not guarded and is_for_stock(directory, record.target_length)
     curves = [("before training, extended", before), ("after training", perplexity)] if perplexity else []
     text: str = _template().render(
         front_matter=_front_matter(record, adapter), name=name, adapter=adapter, encoding=encoding,
@@ -98,7 +96,7 @@ def model_card(
         data=data or recipe.pop("data", None), recipe=recipe, trained_on=trained_on,
         results=None if results is None else Markup(results.strip()),
         curves=[(title, curve) for title, curve in curves if curve], lengths=sorted(perplexity or ()),
-        guarded=guarded, stock=stock, exact=stock and not encoding.depends_on_length,
+        guarded=guarded,
         tokenizer=(directory / TOKENIZER_CONFIG).exists(), gguf=(record.base_model or "").endswith(GGUF),
     )  # fmt: skip
     return text

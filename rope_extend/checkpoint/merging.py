@@ -48,7 +48,6 @@ def merge(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    guard: bool = True,
 ) -> Path:
     """Merge an adapter into its base model; returns the directory of the plain checkpoint.
 
@@ -68,7 +67,6 @@ def merge(
         overwrite: replace a checkpoint in the output directory; other files stay.
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
-        guard: as in `rope_extend.save`.
 
     Raises:
         RopeExtendError: the record or the adapter is missing or damaged; the base model is missing, quantised
@@ -93,7 +91,7 @@ def merge(
         write_model(base, directory, max_shard_size)
         _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
-        complete_checkpoint(directory, base, Record.of(base, name, revision), guard=guard)
+        complete_checkpoint(directory, base, Record.of(base, name, revision))
         check_finite(directory)
     if base.get_output_embeddings() is not None:  # the card is one of a language model
         add_card(output, trained_in=adapter)

@@ -42,15 +42,18 @@ def save(
     *,
     base_model: str | None = None,
     max_shard_size: int | str | None = None,
-    guard: bool = True,
     record: Record | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Save a patched model, with the record of its encoding; returns the directory.
 
     A model with a peft adapter gives an adapter directory, a model without one a full checkpoint. Stock
-    `from_pretrained` loads that if stock transformers supports the encoding. All files are written and
-    checked before they replace earlier ones. If the save fails or is interrupted, the directory is unchanged.
+    `from_pretrained` loads that if stock transformers supports the encoding. Otherwise the checkpoint has
+    `model_type: rope_extend` in its config: `AutoModelForCausalLM` loads it after `import rope_extend`, and
+    refuses it otherwise, instead of loading it with the original window.
+
+    All files are written and checked before they replace earlier ones. If the save fails or is interrupted,
+    the directory is unchanged.
 
     Args:
         model: a model with an active patch.
@@ -61,9 +64,6 @@ def save(
             loaded by. If that is a local path, an adapter keeps it, and a warning names the files.
         max_shard_size: maximum size of one weight file of a full checkpoint, in bytes or like `"5GB"`;
             default: transformers' own limit.
-        guard: if stock transformers does not support the encoding, write a plugin-only checkpoint, with
-            `model_type: rope_extend` in its config. `AutoModelForCausalLM` loads it after
-            `import rope_extend`, and refuses it otherwise, instead of loading it with the original window.
         record: the record to write, if the model does not show all of it; default: the model's own.
         state: the state dict to write, if the model does not hold all of it, as under FSDP; default: the
             model's own.
@@ -86,7 +86,7 @@ def save(
             write_model(unwrap(model), staging, max_shard_size, state)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staging, record.target_length)
-        complete_checkpoint(staging, model, record, guard=guard, renamed=bool(base_model), state=state)
+        complete_checkpoint(staging, model, record, renamed=bool(base_model), state=state)
         check_finite(staging)
     if adapter:
         warn_of_local_paths(target)
@@ -124,16 +124,15 @@ def complete_checkpoint(
     model: nn.Module,
     record: Record,
     *,
-    guard: bool = True,
     renamed: bool = False,
     state: Mapping[str, Tensor] | None = None,
 ) -> Record:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-    `guard` and `state` are those of `save`, `renamed` that of `write_record_with_digests`.
+    `state` is that of `save`, `renamed` that of `write_record_with_digests`.
     """
     config = directory / "config.json"
-    if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
+    if config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
         write_json(config, guarded_config(read_json(config)), sort_keys=True)
     write_learned(directory, model, state)
     if record.base_fingerprint is not None:

@@ -34,8 +34,6 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
     text = "maximum size of one weight file (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
-    text = "write a stock config.json even if stock loaders would silently use the original window"
-    add("--no-guard", action="store_true", help=text)
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -56,7 +54,7 @@ def merge(arguments: argparse.Namespace) -> None:
         arguments.adapter, arguments.output, base_model=arguments.base_model,
         base_revision=arguments.base_revision, overwrite=arguments.overwrite,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        max_shard_size=arguments.max_shard_size, guard=not arguments.no_guard,
+        max_shard_size=arguments.max_shard_size,
     )  # fmt: skip
     print("written:", path)
     record = read_record(path)
