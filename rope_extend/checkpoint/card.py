@@ -184,15 +184,10 @@ def _recipe(directory: Path) -> dict[str, Any]:
     }
 
 
-def _python(value: Any) -> str:
-    """A value as Python, on one line."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
 _FILTERS: Mapping[str, Callable[[Any], str]] = {
     "code": lambda value: Markup(markdown_code(value, longest=4000)),
     "names": lambda value: Markup(_listed(value) if value else "not recorded"),
-    "python": lambda value: Markup(_python(value)),
+    "python": lambda value: Markup(json.dumps(value, ensure_ascii=False)),
     "shell": lambda value: Markup(quote(value)),
     "number": number,
     "tokens": format_length,
