@@ -12,6 +12,7 @@ from rope_extend.checkpoint.merging import merge as merge
 from rope_extend.checkpoint.opening import base_model_of as base_model_of
 from rope_extend.checkpoint.opening import load_any as load_any
 from rope_extend.checkpoint.opening import load_tokenizer as load_tokenizer
+from rope_extend.checkpoint.publishing import push_to_hub as push_to_hub
 from rope_extend.checkpoint.restoring import load as load
 from rope_extend.checkpoint.restoring import load_adapter as load_adapter
 from rope_extend.checkpoint.saving import save as save

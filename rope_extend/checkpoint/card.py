@@ -30,6 +30,7 @@ from rope_extend.files import expand_home, is_private, public_name, write_text
 from rope_extend.models.checkpoint_directory import (
     CARD_NAME,
     CONFIG,
+    PICTURE_NAME,
     TOKENIZER_CONFIG,
     is_adapter,
 )
@@ -39,7 +40,6 @@ from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.checkpoint.local_paths import warn_of_local_paths
 from rope_extend.checkpoint.manifest import check_finite, read_json
 from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.checkpoint.peft_models import fingerprint_without_held, is_peft_model
+from rope_extend.checkpoint.publishing import warn_of_local_paths
 from rope_extend.checkpoint.record import Record, write_record_with_digests
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError

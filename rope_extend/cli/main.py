@@ -153,7 +153,7 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
     "measure": (
         measure.evaluate, measure.retrieve, measure.report, measure.lm_eval, measure.compare, measure.plot,
     ),
-    "ship": (ship.convert, ship.merge, ship.verify, ship.card, ship.export),
+    "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
 
@@ -191,6 +191,7 @@ plot frequencies {_8B} --output frequencies.png
 convert model.gguf --output model --dtype bfloat16
 merge runs/yarn --output merged
 verify merged --reference runs/yarn
+push merged owner/name --private
 card merged --results report
 export runs/yarn --support
 export runs/yarn --to vllm --output for-vllm

@@ -1,4 +1,4 @@
-"""The commands that ship a result: convert, merge, verify, card and export."""
+"""The commands that ship a result: convert, merge, verify, card, push and export."""
 
 from __future__ import annotations
 
@@ -153,6 +153,28 @@ def card(arguments: argparse.Namespace) -> None:
             "first"
         )
     print("written:", path)
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("directory", type=checkpoint, help="an adapter or a full checkpoint")
+    add("name", help="hub id, owner/name; the repository is created if it is missing")
+    add("--private", action="store_true", help="make a new repository private; a public one is refused")
+    add("--revision", metavar="BRANCH", help="branch (default: the main one)")
+
+
+def push(arguments: argparse.Namespace) -> None:
+    """Upload a checkpoint to the Hugging Face hub: weights, configs, tokenizer, record and card.
+
+    All other files stay here and are named, such as the recipe, the log and the checkpoints of a run. Log in
+    first: hf auth login.
+    """
+    from rope_extend.checkpoint.publishing import push_to_hub
+
+    address = push_to_hub(
+        arguments.directory, arguments.name, private=arguments.private or None, revision=arguments.revision
+    )
+    print("written:", address)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

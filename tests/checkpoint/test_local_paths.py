@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.exporting import export
-from rope_extend.checkpoint.local_paths import warn_of_local_paths
+from rope_extend.checkpoint.publishing import warn_of_local_paths
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.data.bundled import MODEL_DIR
 
