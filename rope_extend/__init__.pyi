@@ -15,7 +15,6 @@ from rope_extend.checkpoint.opening import load_tokenizer as load_tokenizer
 from rope_extend.checkpoint.publishing import push_to_hub as push_to_hub
 from rope_extend.checkpoint.restoring import load as load
 from rope_extend.checkpoint.restoring import load_adapter as load_adapter
-from rope_extend.checkpoint.saving import record_encoding as record_encoding
 from rope_extend.checkpoint.saving import save as save
 from rope_extend.checkpoint.verifying import verify as verify
 from rope_extend.data.documents import Document as Document

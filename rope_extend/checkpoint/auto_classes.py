@@ -36,11 +36,7 @@ class GuardedConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config of the family, wrapped.
-
-        Raises:
-            RopeExtendError: transformers does not know the family.
-        """
+        """The config of the family, wrapped."""
         data = plain_config(config_dict)
         model_type = data.get("model_type")
         if model_type not in CONFIG_MAPPING:
@@ -85,12 +81,7 @@ class GuardedModel:
 
     @classmethod
     def from_pretrained(cls, name: str | PathLike[str], *args: Any, config: Any, **kwargs: Any) -> Any:
-        """The patched model, or the tuple with it that `from_pretrained` returns.
-
-        Raises:
-            RopeExtendError: the record is missing or damaged, the files are not those that were saved, or an
-                option selects other files.
-        """
+        """The patched model, or the tuple with it that `from_pretrained` returns."""
         from rope_extend.checkpoint.restoring import apply_record, checked_record
         from rope_extend.models.loading import auto_class
         from rope_extend.models.locating import hub_options, local_directory, refuse_other_files

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -75,40 +75,30 @@ def _load_adapter(stock: Callable[..., Any], model: Any, *args: Any, **options: 
 
 
 class RegisteringFinder(MetaPathFinder):
-    """Finds the modules of `REGISTER` as the other finders do, and registers after each is executed."""
+    """Finds the modules of `REGISTER` in the usual places, and registers after each is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of the other finders, with a loader that registers; None for any other module."""
-        if fullname not in REGISTER:
-            return None
-        finders = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
-        specs = (finder.find_spec(fullname, path, target) for finder in finders)
-        if (spec := next(filter(None, specs), None)) is not None:
-            _register_after(spec, spec.loader)
+        """The usual spec, with a loader that registers; None for any other module."""
+        spec = PathFinder.find_spec(fullname, path) if fullname in REGISTER else None
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            loader.exec_module = exec_module
         return spec
 
 
-def _register_after(spec: ModuleSpec, loader: Any) -> None:
-    """Register after the loader has executed its module."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if module.__name__ == spec.name:  # a loader may be shared, as in a zip file
-            _register(module)
-
-    loader.exec_module = exec_module
-
-
 def register_when_imported() -> None:
-    """Register with the modules of transformers that are loaded, and with the others once they are.
+    """Register with the modules of transformers and peft that are loaded, and with others once they are.
 
-    May be called again, also after a reload of this package: there is never more than one finder.
+    May be called again, as by a reload of this package: each module is registered with once.
     """
-    name = RegisteringFinder.__qualname__
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__qualname__ != name]
     sys.meta_path.insert(0, RegisteringFinder())
     for module in filter(sys.modules.__contains__, REGISTER):
         _register(sys.modules[module])

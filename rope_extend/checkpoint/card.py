@@ -20,8 +20,6 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from rope_extend.checkpoint.export.support import support
-from rope_extend.checkpoint.export.targets import TARGETS, commands
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
@@ -29,22 +27,23 @@ from rope_extend.checkpoint.staging import is_our_card, marked
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private, public_name, write_text
-from rope_extend.models.checkpoint_directory import CARD_NAME, is_adapter
-from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
-from rope_extend.models.loading import is_for_stock
+from rope_extend.models.checkpoint_directory import (
+    CARD_NAME,
+    CONFIG,
+    PICTURE_NAME,
+    TOKENIZER_CONFIG,
+    is_adapter,
+)
 from rope_extend.models.locating import GGUF
 from rope_extend.report.tables import markdown_code, markdown_text, number
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
-_PARTS = re.compile(r"(.*?\n---\n\n# [^\n]*\n)(.*?)(\n## Loading\n.*)(\n## Limits\n.*)", re.DOTALL)
-"""A card's front matter and title, what the model is and how it was measured, the code, and the limits."""
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
     "short_share",
@@ -63,14 +62,10 @@ def model_card(
     trained_in: str | PathLike[str] | None = None,
     name: str | None = None,
     trained_on: int = 0,
-    exported: str = "",
 ) -> str:
-    """The text of a checkpoint's card, Markdown with the hub's front matter.
-
-    The license is left to the publisher of the model.
+    """The text of a checkpoint's card, Markdown with the hub's front matter; it states no license.
 
     Args:
-        directory: an adapter or a full checkpoint, with its record.
         results: the Markdown table of an evaluation, and its picture if there is one.
         data: the training data; default: the data of the run's recipe.
         perplexity: perplexity after training by length in tokens, if there are no `results`.
@@ -78,10 +73,6 @@ def model_card(
         trained_in: directory of the run, with `recipe.yaml`; default: `directory`.
         name: the checkpoint's name in the code of the card; default: its directory's name.
         trained_on: number of documents of `perplexity` that are also training data.
-        exported: the target that the directory was exported to, one of `TARGETS`, if it is an export.
-
-    Raises:
-        RopeExtendError: the record is missing or damaged.
     """
     directory = Path(expand_home(directory))
     record = read_record(directory)
@@ -94,7 +85,7 @@ def model_card(
     if re.fullmatch(r"\d{4}\.\d{4,5}", paper):
         paper = Markup(f"[arXiv {paper}](https://arxiv.org/abs/{paper})")
     rotary = isinstance(encoding, RopeEncoding)
-    parts = _adapter(record) if adapter else _checkpoint(directory, record, name, exported)
+    guarded = not adapter and read_json(directory / CONFIG).get("model_type") == MODEL_TYPE
     curves = [("before training, extended", before), ("after training", perplexity)] if perplexity else []
     text: str = _template().render(
         front_matter=_front_matter(record, adapter), name=name, adapter=adapter, encoding=encoding,
@@ -105,7 +96,8 @@ def model_card(
         data=data or recipe.pop("data", None), recipe=recipe, trained_on=trained_on,
         results=None if results is None else Markup(results.strip()),
         curves=[(title, curve) for title, curve in curves if curve], lengths=sorted(perplexity or ()),
-        **parts,
+        guarded=guarded,
+        tokenizer=(directory / TOKENIZER_CONFIG).exists(), gguf=(record.base_model or "").endswith(GGUF),
     )  # fmt: skip
     return text
 
@@ -118,13 +110,8 @@ def write_card(
     A `README.md` that somebody else wrote or edited stays; the return value is then None. So does a picture
     that is not the one of our card; the card then has none.
 
-    Args:
-        directory: an adapter or a full checkpoint, with its record.
-        draw: writes the picture of the results into the file whose path it is given.
-        options: keyword arguments of `model_card`.
-
-    Raises:
-        RopeExtendError: as `model_card`, or the file cannot be written.
+    `draw` writes the picture of the results into the file whose path it is given; `options` are keyword
+    arguments of `model_card`.
     """
     path = Path(expand_home(directory)) / CARD_NAME
     picture = path.with_name(PICTURE_NAME)
@@ -155,28 +142,6 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
         logger.warning("no model card: %r", error)
 
 
-def carry_card(source: Path, directory: Path, name: str, exported: str) -> None:
-    """Write the card of an export: the facts of its source's card, with title and code of its own.
-
-    A card that somebody else wrote or edited is left as it was copied, and a source without a card has none.
-    An error is logged, as in `add_card`.
-
-    Args:
-        source: the checkpoint that was exported.
-        directory: the export, with its record.
-        name: the name of its directory.
-        exported: the target, as in `model_card`.
-    """
-    try:
-        if is_our_card(source / CARD_NAME):
-            ours = _PARTS.fullmatch(model_card(directory, name=name, exported=exported))
-            text, _, _ = (source / CARD_NAME).read_text(encoding="utf-8").rpartition("\n<!--")
-            if ours and (theirs := _PARTS.fullmatch(text)):
-                write_text(directory / CARD_NAME, marked(ours[1] + theirs[2] + ours[3] + theirs[4]))
-    except Exception as error:  # the model is worth more than its card
-        logger.warning("the card names the directory that was exported: %r", error)
-
-
 def _front_matter(record: Record, adapter: bool) -> Markup:
     data: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -184,14 +149,9 @@ def _front_matter(record: Record, adapter: bool) -> Markup:
         "tags": ["rope_extend", "long-context", record.encoding.name, *(["lora"] if adapter else [])],
     }
     name = record.base_model or ""
-    if _HUB_ID.fullmatch(name) and not (_is_gguf(name) or os.path.exists(name)):
+    if _HUB_ID.fullmatch(name) and not (name.lower().endswith(GGUF) or os.path.exists(name)):
         data = {"base_model": name, **data}
     return Markup(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
-def _is_gguf(name: str) -> bool:
-    """Whether a base model is a GGUF file, which need not be on this machine."""
-    return name.lower().endswith(GGUF) or gguf_file(name) is not None
 
 
 def _listed(value: str | Sequence[str]) -> str:
@@ -206,87 +166,29 @@ def _listed(value: str | Sequence[str]) -> str:
 
 
 def _recipe(directory: Path) -> dict[str, Any]:
-    """What the card shows of a run's recipe; empty, with a warning, if a recipe cannot look like that."""
+    """What the card shows of a run's recipe; empty, with a warning, if it cannot be read."""
     path = directory / "recipe.yaml"
-    if not path.exists():
-        return {}
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("it has no fields")
-        shown = {key: settings[key] for key in _RECIPE if settings.get(key) not in _PLAIN}
-        data = settings.get("data") or []
-        names = [data] if isinstance(data, str) else data
-        # By aliases, lists of lists can be longer than their file.
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("no recipe has such a value of data")
-        if not all(isinstance(value, str | int | float) for value in shown.values()):
-            raise ValueError("no recipe has such values")
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         logger.warning("%s is not shown in the card: %s", path, str(error)[:500])
         return {}
-    return {**shown, "data": names}
-
-
-def _checkpoint(directory: Path, record: Record, name: str, exported: str) -> dict[str, Any]:
-    """What the card says of the ways to load a full checkpoint, and to serve it; an export, by its target."""
-    guarded = read_json(directory / "config.json").get("model_type") == MODEL_TYPE
-    stock = bool(exported) or (not guarded and is_for_stock(directory, record.target_length))
-    weights = f"{name}-plain" if guarded else ""
-    servers = []
-    for target, engine in TARGETS.items():
-        if engine.serve and exported in ("", "transformers", target):
-            found = support(
-                record.encoding, record.shape, target, record.model_type, target_length=record.target_length
-            )
-            lines = commands(target, name, record.target_length, weights=weights)
-            if target == exported:
-                lines = [engine.serve.format(model=quote(name), tokens=record.target_length)]
-            servers.append({
-                "title": engine.title, "reason": found.reason, "ready": target == exported,
-                "commands": found.possible and lines,
-                "weights": weights if engine.reads == "gguf" else "",
-            })  # fmt: skip
+    settings = settings if isinstance(settings, dict) else {}
+    shown = {key: settings[key] for key in _RECIPE if settings.get(key) not in _PLAIN}
+    data = settings.get("data")
+    names = data if isinstance(data, list) else [data]
+    # By aliases, lists of lists can be longer than their file.
     return {
-        "guarded": guarded,
-        "stock": stock,
-        "exact": stock and not record.encoding.depends_on_length,
-        "tokenizer": (directory / "tokenizer_config.json").exists(),
-        "servers": servers,
+        **{key: value for key, value in shown.items() if isinstance(value, str | int | float)},
+        "data": [name for name in names if isinstance(name, str)],
     }
-
-
-def _adapter(record: Record) -> dict[str, Any]:
-    """What the card says of the ways to load an adapter."""
-    base, private = public_name(record.base_model or "BASE_MODEL"), is_private(record.base_model or "")
-    gguf_base = base if record.base_model and _is_gguf(record.base_model) else ""
-    note = "  # a local path: replace it by your own, or by a hub id" if private else ""
-    return {
-        "base": "converted" if gguf_base else base,
-        "gguf_base": gguf_base,
-        "convert": Markup(CONVERT),
-        "note": Markup(note),
-    }
-
-
-def _shell(text: str) -> str:
-    """A word of a command, on one line."""
-    if not re.search(r"[\x00-\x1f\x7f]", text):
-        return quote(text)
-    escaped = text.replace("\\", r"\\").replace("'", r"\'")
-    return "$'" + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + "'"
-
-
-def _python(value: Any) -> str:
-    """A value as Python, on one line."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 _FILTERS: Mapping[str, Callable[[Any], str]] = {
     "code": lambda value: Markup(markdown_code(value, longest=4000)),
     "names": lambda value: Markup(_listed(value) if value else "not recorded"),
-    "python": lambda value: Markup(_python(value)),
-    "shell": lambda value: Markup(_shell(value)),
+    "python": lambda value: Markup(json.dumps(value, ensure_ascii=False)),
+    "shell": lambda value: Markup(quote(value)),
     "number": number,
     "tokens": format_length,
 }

@@ -49,11 +49,8 @@ def check_directory(
 ) -> None:
     """Refuse a checkpoint's directory that is incomplete, damaged, or not as it was written.
 
-    Args:
-        directory: an adapter or a full checkpoint.
-        weights: the record's digests of weight files. If empty, none are compared.
-        configs: the same of configs.
-        contents: also read all weights, to compare their digests and to find values that are not finite.
+    `weights` and `configs` are the record's digests; of none, none are compared. With `contents`, all weights
+    are read, to compare their digests and to find values that are not finite.
     """
     try:
         _refuse_pickles(directory)

@@ -11,7 +11,6 @@ import os
 import shutil
 from os import PathLike
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, NOTICES, is_adapter, matches
-from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
+from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.locating import GGUF, local_directory
 from rope_extend.models.parameters import is_learned
@@ -49,14 +48,13 @@ def merge(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
-    tokenizer: bool = True,
-    guard: bool = True,
 ) -> Path:
     """Merge an adapter into its base model; returns the directory of the plain checkpoint.
 
     A weight that the adapter changes is computed in float32 and rounded once. Every other weight is the base
     model's own, bit for bit. The directory gets the weights, a `config.json` for stock transformers,
-    `rope_extend.json`, a model card, and the base model's generation config, tokenizer, license and notices.
+    `rope_extend.json`, a model card, the tokenizer of the adapter or else of the base model, and the base
+    model's generation config, license and notices.
 
     Memory holds the model in its own dtype. It is in float32 if `dtype` is given, if the base model is stored
     in float16, or if the adapter changes the base model's weights, as PiSSA does.
@@ -69,8 +67,6 @@ def merge(
         overwrite: replace a checkpoint in the output directory; other files stay.
         dtype: dtype of all floating-point weights; default: that of the base model.
         max_shard_size: maximum size of one weight file, in bytes or like "5GB".
-        tokenizer: write the tokenizer: the adapter's own, or else the base model's.
-        guard: as in `rope_extend.save`.
 
     Raises:
         RopeExtendError: the record or the adapter is missing or damaged; the base model is missing, quantised
@@ -86,25 +82,20 @@ def merge(
     refuse_base_model(output, name)
     if (path := gguf_file(name)) is not None:
         raise RopeExtendError(
-            "the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. "
-            f"{_how_to_convert(str(path))}"
+            "the base model is a GGUF file, and a merge reads and writes checkpoints of transformers; "
+            f"{how_to_convert(path)}, and give it as base_model="
         )
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=", revision=revision)
         base = _merged(files, adapter, record, config, dtype)
         write_model(base, directory, max_shard_size)
-        if tokenizer:
-            _copy_tokenizer(adapter, files, record.target_length, directory)
+        _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
-        complete_checkpoint(directory, base, Record.of(base, name, revision), guard=guard)
+        complete_checkpoint(directory, base, Record.of(base, name, revision))
         check_finite(directory)
     if base.get_output_embeddings() is not None:  # the card is one of a language model
         add_card(output, trained_in=adapter)
     return output
-
-
-def _how_to_convert(file: str) -> str:
-    return f"Write one with {CONVERT} {quote(file)} --output DIRECTORY, and give it as base_model="
 
 
 def _adapter_config(adapter: Path) -> Any:
@@ -137,7 +128,7 @@ def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torc
         raise RopeExtendError(f"the base model {files} is quantised; give the original model as base_model=")
     advice = "; give the former as base_model="
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
-        advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
+        advice = f". Of the former, {how_to_convert(record.base_model)}, and give it as base_model="
     base = load_base(str(files), adapter, dtype="auto")
     dtypes = {name: weight.dtype for name, weight in base.named_parameters(remove_duplicate=False)}
     # Weights in float16 tell in float32 alone whether they are those that the adapter was trained on.

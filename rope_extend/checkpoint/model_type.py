@@ -27,11 +27,7 @@ ARCHITECTURES = ["RopeExtendForCausalLM"]
 
 
 def guarded_config(data: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a plugin-only `config.json`; `plain_config` is the exact inverse.
-
-    Args:
-        data: the contents of the family's own `config.json`.
-    """
+    """A family's `config.json` as a plugin-only one; `plain_config` is the exact inverse."""
     data = plain_config(data)
     ours = {"architectures": ARCHITECTURES, "model_type": MODEL_TYPE, FAMILY: data.get("model_type")}
     rest = {key: value for key, value in data.items() if key != "model_type"}

@@ -51,9 +51,6 @@ def remove_adapter(model: Any) -> Any:
     peft's own `unload` leaves the trained copies of `modules_to_save`, such as norms and embeddings, in the
     base model. Weights that peft changed in place stay changed: biases (`bias="all"`), and those of
     initialisations such as PiSSA.
-
-    Args:
-        model: a `peft.PeftModel`, whose adapter is not merged.
     """
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -102,14 +99,8 @@ def check_base(
 ) -> None:
     """Refuse a base model with other weights than the one that an adapter was trained on.
 
-    A model in float16 is accepted if it is the original, and with a warning if it may be rounded.
-
-    Args:
-        model: the base model at hand, or one with an adapter.
-        recorded: the fingerprint in the adapter's record; None if there is none to compare with.
-        adapter: the adapter's directory.
-        trained_on: the base model that the record names.
-        advice: what to do, the end of the error message.
+    A model in float16 is accepted if it is the original, and with a warning if it may be rounded. The record
+    of the adapter has the fingerprint, and the name of what it was `trained_on`.
     """
     if recorded is None:
         return

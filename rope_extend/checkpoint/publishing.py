@@ -6,7 +6,6 @@ Who publishes an adapter publishes the local paths in its files too, so they are
 from __future__ import annotations
 
 import logging
-import re
 from glob import escape
 from os import PathLike
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from rope_extend.checkpoint.manifest import check_directory, weight_files
+from rope_extend.checkpoint.manifest import check_directory
 from rope_extend.checkpoint.record import read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, is_private
 from rope_extend.models.checkpoint_directory import (
     ADAPTER_CONFIG,
-    CARD_NAME,
     CHECKPOINT,
     PUBLISHED,
     RECORD_NAME,
@@ -31,8 +29,6 @@ from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
 
-_PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)")
-"""A picture in Markdown."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FIELDS = {
     ADAPTER_CONFIG: ("base_model_name_or_path",),
@@ -52,9 +48,8 @@ def push_to_hub(
 ) -> str:
     """Upload a checkpoint to the hub; returns the address of the commit.
 
-    Its weights, configs, tokenizer, `rope_extend.json`, license, card and the pictures in the card are
-    uploaded. Files of other names stay here, and the log names them. The files are compared with their
-    digests before.
+    Its weights, configs, tokenizer, `rope_extend.json`, license, card and the card's picture are uploaded.
+    Files of other names stay here, and the log names them. The files are compared with their digests before.
 
     In the repository, they replace what is there of another model or adapter: weights, shards, their index,
     configs and record, which a loader would mix with the new ones, and if a tokenizer comes with it, those of
@@ -79,7 +74,11 @@ def push_to_hub(
     directory = Path(expand_home(directory))
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
-    names = files_to_push(directory)
+    names = sorted(
+        path.name
+        for path in directory.iterdir()
+        if path.is_file() and not path.is_symlink() and matches(path.name, PUBLISHED)
+    )
     for name, fields in private_fields(directory).items():
         if name in names:
             raise RopeExtendError(
@@ -111,18 +110,6 @@ def push_to_hub(
             delete_patterns=[*CHECKPOINT, *(TOKENIZER if own_tokenizer else ())],
         )  # fmt: skip
     return str(commit.commit_url)
-
-
-def files_to_push(directory: Path) -> list[str]:
-    """The names of the files that are uploaded, sorted: those of the checkpoint itself, without links."""
-    card = directory / CARD_NAME
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    names = {*weight_files(directory), *_PICTURE.findall(text)}
-    return sorted(
-        path.name
-        for path in directory.iterdir()
-        if path.is_file() and not path.is_symlink() and (path.name in names or matches(path.name, PUBLISHED))
-    )
 
 
 def warn_of_local_paths(directory: Path) -> None:

@@ -97,9 +97,6 @@ class Record(Checked):
         """The record of a patched model, without digests. For an adapter, it holds the base's fingerprint.
 
         The `revision` of an adapter's config is recorded, unless another one is given.
-
-        Raises:
-            RopeExtendError: the model is not patched.
         """
         patch = current_patch(model)
         if patch is None:
@@ -115,6 +112,12 @@ class Record(Checked):
         )  # fmt: skip
         if not is_peft_model(model):
             return record.without_local_path()
+        if is_peft_model(cast(Any, model).get_base_model()):
+            # Its weights have names that no loader finds in the base model.
+            raise RopeExtendError(
+                "this model is a PeftModel around another PeftModel, and no loader could load its adapter; "
+                "call get_peft_model once, on the base model, or merge the first adapter (merge_and_unload)"
+            )
         configs = cast(Any, model).peft_config.values()
         pinned = next((each.revision for each in configs if each.revision), None)
         return replace(
@@ -136,9 +139,6 @@ class Record(Checked):
         """Name and revision of the base model to load: those that were given, or else the recorded ones.
 
         The recorded revision is one of the recorded model, so it does not apply to another name.
-
-        Raises:
-            RopeExtendError: neither gives a name. The message names `directory`.
         """
         name = expand_home(name) if name else self.base_model
         if name is None:
@@ -259,11 +259,7 @@ def check_agreement(directory: Path, record: Record) -> None:
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
-    """Read `rope_extend.json` from a checkpoint's directory.
-
-    Raises:
-        RopeExtendError: the file is missing, damaged, or of an unknown schema version.
-    """
+    """The record in a directory; one that is missing, damaged or of another schema is refused."""
     path = Path(directory) / RECORD_NAME
     with one_error(f"cannot read {directory}"):
         exists = path.exists()
@@ -275,8 +271,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
             )
         advice = how_to_restore(path.parent) or (
-            "peft wrote this adapter; if you know how its model was extended, extend it so again, and call "
-            "rope_extend.record_encoding(directory, model)"
+            "peft wrote this adapter; if you know how its model was extended, extend it so again, load the "
+            "adapter with peft, and save it with rope_extend.save"
             if is_adapter(path.parent)
             else "rope_extend did not save it. Extend that model first, with `rope-extend finetune` or in "
             "Python, with rope_extend.extend and rope_extend.save"

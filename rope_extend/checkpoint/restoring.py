@@ -56,7 +56,8 @@ def load(
 ) -> Any:
     """Load a checkpoint that `save` wrote, adapter or full model, with its recorded encoding.
 
-    Only safetensors and JSON files are read, and no code of a checkpoint is ever run.
+    Only safetensors and JSON files are read, and no code of a checkpoint is ever run, whatever
+    `trust_remote_code` says.
 
     Args:
         directory: an adapter or a full checkpoint, with its record; or the hub id of one.
@@ -78,7 +79,6 @@ def load(
         RopeExtendError: the record is missing or damaged; files are missing, damaged, pickled, outside the
             directory or not those that were saved; or the base model is missing or a different one.
     """
-    _refuse_options(from_pretrained_options)
     name = expand_home(directory)
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
@@ -136,11 +136,7 @@ def check_loaded_by_peft(
 ) -> None:
     """Refuse an adapter of another encoding than the model's, which peft would load without its own.
 
-    Args:
-        model: the model whose `load_adapter` was called.
-        name: directory or hub id of the adapter.
-        options: what else `load_adapter` was given, such as `subfolder`.
-        in_place: the adapter replaces one of the model's. Then what its encoding has learned does too.
+    If it replaces one of the model's (`in_place`), what its encoding has learned does too.
     """
     patch = current_patch(model)
     if patch is None:
@@ -168,20 +164,6 @@ def check_loaded_by_peft(
         )
 
 
-def _refuse_options(options: dict[str, Any]) -> None:
-    """Refuse options that make stock loaders run code, or return something else than a model."""
-    if options.pop("trust_remote_code", None):
-        raise RopeExtendError(
-            "rope_extend never runs code that comes with a checkpoint, so trust_remote_code=True is refused; "
-            "load such a model yourself, then use rope_extend.load_adapter or rope_extend.patch_model"
-        )
-    if not options.pop("use_safetensors", True) or "output_loading_info" in options:
-        raise RopeExtendError(
-            "load reads safetensors only, since pickles can run code, and returns the model alone; leave "
-            "use_safetensors and output_loading_info out"
-        )
-
-
 def checked_record(directory: Path, check_files: bool) -> Record:
     """The record of a directory, after its files were checked."""
     record = read_record(directory)
@@ -194,14 +176,7 @@ def checked_record(directory: Path, check_files: bool) -> Record:
 
 
 def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any:
-    """The base model of the adapter in a directory, with the head and the vocabulary that it had there.
-
-    Args:
-        name: name or path of the base model.
-        directory: the adapter.
-        hint: as for `load_model`.
-        options: as `from_pretrained` takes them; `num_labels` is that of the adapter's head by default.
-    """
+    """The base model of the adapter in a directory, with the head and the vocabulary that it had there."""
     config, held = read_json(directory / ADAPTER_CONFIG), held_weights(directory)
     task, mapping = str(config.get("task_type")), config.get("auto_mapping")
     auto = HEADS.get(task, AutoModelForCausalLM)
@@ -219,8 +194,7 @@ def load_base(name: str, directory: Path, hint: str = "", **options: Any) -> Any
 def fit_vocabulary(model: Any, adapter: Path, *, resize: bool = True) -> None:
     """Give a base model as many embeddings as an adapter replaces: tokens were added to it before.
 
-    Raises:
-        RopeExtendError: `resize` is false and the sizes differ, or the adapter lacks one of both matrices.
+    With `resize` false, a model of another size is refused.
     """
     held, layers = held_weights(adapter), [model.get_input_embeddings(), model.get_output_embeddings()]
     matrices = [layer.weight for layer in layers if layer is not None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -28,6 +28,7 @@ from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.decoders import unwrap
+from rope_extend.models.loading import one_error
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.stock_config import has_stock_config
 from rope_extend.patching import current_patch
@@ -41,15 +42,18 @@ def save(
     *,
     base_model: str | None = None,
     max_shard_size: int | str | None = None,
-    guard: bool = True,
     record: Record | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Save a patched model, with the record of its encoding; returns the directory.
 
     A model with a peft adapter gives an adapter directory, a model without one a full checkpoint. Stock
-    `from_pretrained` loads that if stock transformers supports the encoding. All files are written and
-    checked before they replace earlier ones. If the save fails or is interrupted, the directory is unchanged.
+    `from_pretrained` loads that if stock transformers supports the encoding. Otherwise the checkpoint has
+    `model_type: rope_extend` in its config: `AutoModelForCausalLM` loads it after `import rope_extend`, and
+    refuses it otherwise, instead of loading it with the original window.
+
+    All files are written and checked before they replace earlier ones. If the save fails or is interrupted,
+    the directory is unchanged.
 
     Args:
         model: a model with an active patch.
@@ -60,9 +64,6 @@ def save(
             loaded by. If that is a local path, an adapter keeps it, and a warning names the files.
         max_shard_size: maximum size of one weight file of a full checkpoint, in bytes or like `"5GB"`;
             default: transformers' own limit.
-        guard: if stock transformers does not support the encoding, write a plugin-only checkpoint, with
-            `model_type: rope_extend` in its config. `AutoModelForCausalLM` loads it after
-            `import rope_extend`, and refuses it otherwise, instead of loading it with the original window.
         record: the record to write, if the model does not show all of it; default: the model's own.
         state: the state dict to write, if the model does not hold all of it, as under FSDP; default: the
             model's own.
@@ -85,37 +86,11 @@ def save(
             write_model(unwrap(model), staging, max_shard_size, state)
         if tokenizer is not None:
             write_tokenizer(tokenizer, staging, record.target_length)
-        complete_checkpoint(staging, model, record, guard=guard, renamed=bool(base_model), state=state)
+        complete_checkpoint(staging, model, record, renamed=bool(base_model), state=state)
         check_finite(staging)
     if adapter:
         warn_of_local_paths(target)
     return target
-
-
-def record_encoding(
-    directory: str | PathLike[str], model: nn.Module, *, base_model: str | None = None, guard: bool = True
-) -> Record:
-    """Write `rope_extend.json` next to weights that you saved yourself, for `rope_extend.load`.
-
-    Call it after `model.save_pretrained(directory)`, on one process. `rope_extend.save` does both.
-
-    Args:
-        directory: a complete adapter or full checkpoint. For an adapter that is not named `default`, the
-            directory that was given to `save_pretrained`. The record is written where peft wrote the adapter,
-            one level down.
-        model: the patched model that was saved there.
-        base_model: as in `rope_extend.save`.
-        guard: as in `rope_extend.save`.
-
-    Raises:
-        RopeExtendError: the model is not patched, or the directory cannot be read or written.
-    """
-    record = Record.of(model, base_model)
-    for written in written_directories(Path(expand_home(directory)), model):
-        record = complete_checkpoint(written, model, record, guard=guard, renamed=bool(base_model))
-        if is_peft_model(model):
-            warn_of_local_paths(written)
-    return record
 
 
 def recording(stock: Callable[..., Any], base_model: str | None = None) -> Callable[..., Any]:
@@ -126,8 +101,11 @@ def recording(stock: Callable[..., Any], base_model: str | None = None) -> Calla
         result = stock(model, save_directory, *args, **options)
         given = inspect.signature(stock).bind(model, save_directory, *args, **options).arguments
         if current_patch(model) is not None and given.get("is_main_process", True):
-            names, state = given.get("selected_adapters"), options.get("state_dict")
-            for directory in written_directories(Path(save_directory), model, names):
+            state, names = options.get("state_dict"), ["default"]
+            if is_peft_model(model):
+                names = given.get("selected_adapters") or list(model.peft_config)
+            for name in names:  # peft writes an adapter of another name one level down
+                directory = Path(save_directory) / ("" if name == "default" else name)
                 record = Record.of(model, base_model)
                 complete_checkpoint(directory, model, record, renamed=bool(base_model), state=state)
         return result
@@ -141,29 +119,20 @@ def stock_save(model: Any) -> Callable[..., Any]:
     return getattr(save_pretrained, "stock", save_pretrained)
 
 
-def written_directories(directory: Path, model: Any, adapters: Sequence[str] | None = None) -> list[Path]:
-    """Where the weights were written. peft writes an adapter that is not named `default` one level below."""
-    if not is_peft_model(model):
-        return [directory]
-    names = adapters or list(model.peft_config)
-    return [directory if name == "default" else directory / name for name in names]
-
-
 def complete_checkpoint(
     directory: Path,
     model: nn.Module,
     record: Record,
     *,
-    guard: bool = True,
     renamed: bool = False,
     state: Mapping[str, Tensor] | None = None,
 ) -> Record:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-    `guard` and `state` are those of `save`, `renamed` that of `write_record_with_digests`.
+    `state` is that of `save`, `renamed` that of `write_record_with_digests`.
     """
     config = directory / "config.json"
-    if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
+    if config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
         write_json(config, guarded_config(read_json(config)), sort_keys=True)
     write_learned(directory, model, state)
     if record.base_fingerprint is not None:
@@ -188,21 +157,15 @@ def write_model(
 
 
 def write_tokenizer(tokenizer: Any, directory: Path, window: int | None = None) -> None:
-    """`tokenizer.save_pretrained`, with an OSError if the disk is full.
+    """`tokenizer.save_pretrained`; the files state `window` as `model_max_length`, if it is given.
 
-    Several chat templates go into its config, so that all files of a checkpoint are in one directory. The
-    files state `window` as `model_max_length`, if it is given.
+    Several chat templates go into its config, so that all files of a checkpoint are in one directory.
     """
-    before = tokenizer.model_max_length
+    before, several = tokenizer.model_max_length, isinstance(getattr(tokenizer, "chat_template", None), dict)
     tokenizer.model_max_length = before if window is None else window
     try:
-        tokenizer.save_pretrained(
-            directory, save_jinja_files=not isinstance(getattr(tokenizer, "chat_template", None), dict)
-        )
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers library raises no other type
-        raise OSError(f"the tokenizer cannot be written: {error}") from error
+        with one_error("the tokenizer cannot be written"):
+            tokenizer.save_pretrained(directory, save_jinja_files=not several)
     finally:
         tokenizer.model_max_length = before
 

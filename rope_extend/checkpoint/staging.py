@@ -79,11 +79,7 @@ def marked(text: str) -> str:
 
 
 def is_our_card(path: Path) -> bool:
-    """Whether a file is a card that we wrote and nobody has edited. A link is never ours.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Whether a file is a card that we wrote and nobody has edited. A link is never ours."""
     if path.is_symlink() or not path.is_file():
         return False
     text = path.read_text(encoding="utf-8", errors="replace")

@@ -47,15 +47,12 @@ class Verification:
         reason: one sentence.
         inside: largest difference of a logit at positions within the pretrained window.
         beyond: the same at later positions. Each is None if no logits were compared there.
-        rounding: if a difference exceeds the tolerance, the largest change of a logit when all angles change
-            by float32's rounding error. Twice that of a piece is allowed.
     """
 
     verdict: str
     reason: str
     inside: float | None = None
     beyond: float | None = None
-    rounding: float | None = None
 
     def check(self) -> Verification:
         """Return this verification if the logits are right, with or without rope_extend.
@@ -83,7 +80,6 @@ def verify(
     base_model: str | None = None,
     reference: nn.Module | str | PathLike[str] | None = None,
     tolerance: float = 1e-4,
-    length: int | None = None,
 ) -> Verification:
     """Reload a checkpoint in a process without rope_extend, and compare its logits with the patched original.
 
@@ -98,7 +94,6 @@ def verify(
             than the tolerance.
         tolerance: allowed difference of a logit, or twice the effect of float32's rounding of angles, which
             is measured if needed: stock tables are float32, ours float64.
-        length: the window to test, in tokens; default: the recorded target length.
 
     Raises:
         RopeExtendError: the checkpoint is missing or damaged; the reference is not patched or another model;
@@ -107,8 +102,8 @@ def verify(
     """
     directory = Path(expand_home(directory))
     record = read_record(directory)
-    if not tolerance > 0 or (length is not None and length < 1):
-        raise RopeExtendError(f"verify: tolerance must be above 0, and length; got {tolerance} and {length}")
+    if not tolerance > 0:
+        raise RopeExtendError(f"verify: tolerance must be above 0; got {tolerance}")
     model = _reference(directory if reference is None else reference, base_model)
     if unwrap(model).get_output_embeddings() is None:
         raise RopeExtendError(
@@ -116,7 +111,7 @@ def verify(
             f"{type(unwrap(model)).__name__}; compare its outputs with those before it was saved"
         )
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    inputs = pieces(record.shape.trained_length, length or record.target_length, vocabulary)
+    inputs = pieces(record.shape.trained_length, record.target_length, vocabulary)
     expected = logits(model, inputs)
 
     def compared(answer: Mapping[str, Tensor] | str, process: str) -> Verification:
@@ -220,35 +215,29 @@ def _compare(
     """Compare logits, or the error message of another process, with those of the patched original."""
     if isinstance(answer, str):
         return Verification(DIFFERS, f"it cannot be loaded ({answer.splitlines()[0]})")
-    error, worst, largest = "", 1.0, dict[bool, float]()
-    rounding: dict[str, float] = {}
-    for name, (_, positions) in inputs.items():
-        if answer[name].shape != expected[name].shape:
-            shapes = f"{tuple(answer[name].shape)}, not {tuple(expected[name].shape)}"
-            return Verification(DIFFERS, f"its logits have shape {shapes}")
-        gaps = (answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
-        for beyond in (False, True):
-            these = gaps[(positions >= record.shape.trained_length) == beyond]
-            if len(these):
-                largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
-        gap, at = (value.item() for value in gaps.max(0))
-        # Where a change of a position may select another table, any difference would pass.
-        if gap > tolerance and not rounding and not record.encoding.why_not_one_table(record.shape):
-            rounding = _rounding(model, inputs, expected)
-        if gap > (allowed := max(tolerance, 2 * rounding.get(name, 0.0))) and gap / allowed > worst:
-            worst = gap / allowed
-            error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
-    return Verification(
-        DIFFERS if error else EQUAL, error or "stock transformers alone computes the same logits",
-        largest.get(False), largest.get(True), max(rounding.values(), default=None),
-    )  # fmt: skip
+    positions = torch.cat([where for _, where in inputs.values()])
+    gaps = torch.cat(
+        [(answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1) for name in inputs]
+    )
+    allowed = torch.full_like(gaps, tolerance)
+    # Where a change of a position may select another table, any difference would pass.
+    if bool((gaps > tolerance).any()) and not record.encoding.why_not_one_table(record.shape):
+        allowed = allowed.maximum(2 * _rounding(model, inputs, expected))
+    worst = int((gaps / allowed).argmax())
+    error = ""
+    if gaps[worst] > allowed[worst]:
+        error = f"a logit is off by {gaps[worst]:.2g} at position {positions[worst]}"
+    beyond = positions >= record.shape.trained_length
+    inside, outside = (float(these.max()) if len(these) else None for these in (gaps[~beyond], gaps[beyond]))
+    reason = error or "stock transformers alone computes the same logits"
+    return Verification(DIFFERS if error else EQUAL, reason, inside, outside)
 
 
-def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest change of a logit in each piece when all angles change by float32's rounding error.
+def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> Tensor:
+    """The largest change of a logit when all angles change by float32's rounding error, in each piece.
 
     In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of a
-    radian.
+    radian. The result has the value of its piece for each token of all pieces.
     """
     found = dict.fromkeys(inputs, 0.0)
     generator = torch.Generator().manual_seed(0)
@@ -259,4 +248,4 @@ def _rounding(model: Any, inputs: Inputs, expected: Mapping[str, Tensor]) -> dic
             moved[name] = torch.stack([ids.double(), positions.double() * (1 + _ANGLE_ERROR * signs)])
         for name, moved_logits in logits(model, moved).items():
             found[name] = max(float((moved_logits - expected[name]).abs().max()), found[name])
-    return found
+    return torch.cat([torch.full((len(expected[name]),), found[name]) for name in inputs])

@@ -16,7 +16,6 @@ from rope_extend.cli.arguments import (
     add_output,
     checkpoint,
     export_target,
-    length,
     path,
     size,
 )
@@ -35,9 +34,6 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: that of the base model)")
     text = "maximum size of one weight file (default: 5GB)"
     add("--max-shard-size", type=size, default="5GB", metavar="SIZE", help=text)
-    add("--no-tokenizer", action="store_true", help="do not write the tokenizer")
-    text = "write a stock config.json even if stock loaders would silently use the original window"
-    add("--no-guard", action="store_true", help=text)
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -58,8 +54,7 @@ def merge(arguments: argparse.Namespace) -> None:
         arguments.adapter, arguments.output, base_model=arguments.base_model,
         base_revision=arguments.base_revision, overwrite=arguments.overwrite,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
-        guard=not arguments.no_guard,
+        max_shard_size=arguments.max_shard_size,
     )  # fmt: skip
     print("written:", path)
     record = read_record(path)
@@ -75,7 +70,6 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "DIR", "directory of the checkpoint", required=True)
     text = "dtype of the weights (default: float32, which holds the dequantised values exactly)"
     add("--dtype", choices=DTYPES, default="float32", help=text)
-    add("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -89,9 +83,11 @@ def convert(arguments: argparse.Namespace) -> None:
     from rope_extend.checkpoint.converting import convert as run
 
     path = run(
-        arguments.model, arguments.output, dtype=getattr(torch, arguments.dtype),
-        max_shard_size=arguments.max_shard_size, overwrite=arguments.overwrite,
-    )  # fmt: skip
+        arguments.model,
+        arguments.output,
+        dtype=getattr(torch, arguments.dtype),
+        overwrite=arguments.overwrite,
+    )
     print("written:", path)
 
 
@@ -103,7 +99,6 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", type=checkpoint, metavar="DIR", help=text)
     text = "allowed difference of a logit (default: 1e-4)"
     add("--tolerance", type=float, default=1e-4, metavar="X", help=text)
-    add("--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)")
     add_json(parser)
 
 
@@ -117,7 +112,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
     verification = run(
         arguments.directory, base_model=arguments.base_model, reference=arguments.reference,
-        tolerance=arguments.tolerance, length=arguments.length,
+        tolerance=arguments.tolerance,
     )  # fmt: skip
     if arguments.json:
         print(json.dumps(asdict(verification), indent=2))

@@ -14,7 +14,7 @@ CONFIG, ADAPTER_CONFIG, RECORD_NAME = "config.json", "adapter_config.json", "rop
 LEARNED_FILE = "encoding.safetensors"
 """What an encoding has learned."""
 ADAPTER_WEIGHTS, INDEX_NAME = "adapter_model.safetensors", "model.safetensors.index.json"
-CARD_NAME, TOKENIZER_CONFIG = "README.md", "tokenizer_config.json"
+CARD_NAME, PICTURE_NAME, TOKENIZER_CONFIG = "README.md", "perplexity.png", "tokenizer_config.json"
 CONFIGS = (CONFIG, ADAPTER_CONFIG, INDEX_NAME)
 """The files that, together with the weights, decide what is computed."""
 
@@ -37,7 +37,7 @@ TOKENIZER = (
 """The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
 NOTICES = ("LICENSE*", "NOTICE*")
 PUBLISHED = (
-    *CHECKPOINT, *TOKENIZER, *NOTICES, CARD_NAME,
+    *CHECKPOINT, *TOKENIZER, *NOTICES, CARD_NAME, PICTURE_NAME,
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 """What is uploaded. A directory may hold other JSON, texts and pictures, which belong to the user."""

@@ -25,9 +25,6 @@ def rotary_part(config: Any) -> tuple[Any, dict[str, Any]]:
 
     For most families that part is the config itself. If `rope_parameters` are nested by layer type, those of
     the extended layers are returned.
-
-    Raises:
-        UnsupportedModelError: the model rotates no layer of the type that is extended.
     """
     family = find_family(config.model_type)
     if family is None:
@@ -99,10 +96,6 @@ def current_window(config: Any) -> int:
     A config with YaRN may have the window before or after the extension in `max_position_embeddings`, so the
     larger of that and of its factor's window counts. With every other `rope_type`, the factor does not give
     the window: Llama 3.2 has `llama3` scaling with factor 32 over 8,192 tokens, and is for 131,072.
-
-    Raises:
-        RopeExtendError: a window or a factor in the config is not a finite number above 0, or what
-            rope_extend recorded in the config is damaged.
     """
     if (record := config_record(config)) is not None:
         return record.target_length
@@ -144,9 +137,6 @@ def config_record(config: Any) -> ConfigRecord | None:
     `{"encoding": ..., "shape": ..., "target_length": ..., "rope_parameters": ...}`. If the record's
     `rope_parameters` are no longer those of the config, somebody has edited the config. The record is then
     ignored with a warning.
-
-    Raises:
-        RopeExtendError: the record is damaged.
     """
     values = getattr(config, CONFIG_RECORD, None)
     if values is None:

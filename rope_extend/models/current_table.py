@@ -66,12 +66,7 @@ class CurrentTable:
         A short list is kept, but `longrope` has one factor on cos and sin for both lists. If the present
         scaling multiplies all logits, as in DeepSeek's models, so does the new factor.
 
-        Args:
-            top: a schedule with one table, computed for `shape`.
-            target_length: the new window, in tokens.
-
-        Raises:
-            RopeExtendError: `top` is more than one table and one attention factor.
+        `top` has one table, computed for `shape`. The new window is in tokens.
         """
         if reason := top.why_not_one_table(self.shape):
             raise RopeExtendError(
@@ -90,10 +85,7 @@ class CurrentTable:
     def with_table(self, table: Tensor, attention_factor: float, target_length: int) -> LongRoPE:
         """A table and a factor on cos and sin as an encoding of the pretrained model; it keeps `short`.
 
-        Args:
-            table: `[dim/2]` float64, radians per token.
-            attention_factor: the factor on cos and sin.
-            target_length: the new window, in tokens.
+        The table is `[dim/2]` float64, radians per token; the new window is in tokens.
         """
         divisors = divisors_of(table, self.pretrained)
         factor = max(1.0, target_length / self.pretrained.trained_length)
@@ -118,15 +110,8 @@ def current_table(
 ) -> CurrentTable:
     """The table and the attention factor that a model has now.
 
-    Args:
-        model: a model of a supported family, with or without a patch or an adapter.
-        trained_length: the window of pretraining, in tokens; needed if the config is wrong.
-        current_length: the window that the model was trained to read under its present table; by default
-            `current_window`.
-
-    Raises:
-        RopeExtendError: the present encoding is not one table, or the windows contradict each other.
-        UnsupportedModelError: the family is not supported.
+    `trained_length` is the window of pretraining, needed if the config is wrong, and `current_length` the one
+    that the model was trained to read under its present table, by default `current_window`; both in tokens.
     """
     shape = shape_of(model, trained_length)
     if current_length is None:
@@ -176,11 +161,7 @@ def current_table(
 
 
 def current_encoding(model: nn.Module) -> Encoding | None:
-    """The encoding that a model has now, from its patch or its config; None for an unknown `rope_type`.
-
-    Raises:
-        RopeExtendError: the parameters in the config are invalid.
-    """
+    """The encoding that a model has now, from its patch or its config; None for an unknown `rope_type`."""
     config = unwrap(model).config
     if (record := config_record(config)) is not None:
         return record.encoding
@@ -193,9 +174,6 @@ def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
 
     Stock transformers loads a checkpoint so if it cannot represent the encoding. Only encodings that are one
     table, or the two of `longrope`, are looked at.
-
-    Raises:
-        RopeExtendError: the record in the config is damaged.
     """
     encoding, shape, window = config_record(unwrap(model).config) or (None, None, 0)
     if not isinstance(encoding, RopeEncoding) or shape is None:
@@ -217,9 +195,6 @@ def extended_again(
     """The encoding of a method on top of the present table.
 
     A model with plain RoPE gets the method itself.
-
-    Raises:
-        RopeExtendError: the target is not beyond the present window, or the method is not one table.
     """
     window = current.shape.trained_length
     if target_length <= window:

@@ -18,11 +18,7 @@ CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "pa
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The transformers model inside PEFT, DistributedDataParallel and `torch.compile` wrappers.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """The transformers model inside PEFT, DistributedDataParallel and `torch.compile` wrappers."""
     inner: Any = model
     if isinstance(model, str | PathLike):
         raise UnsupportedModelError(

@@ -92,11 +92,7 @@ class Family:
         return config
 
     def layer_type(self, config: Any) -> str | None:
-        """The layer type whose table is replaced; None for families with one table for all layers.
-
-        Raises:
-            UnsupportedModelError: the model rotates no layer of that type.
-        """
+        """The layer type whose table is replaced; None for families with one table for all layers."""
         if not self.layer_types:
             return None
         part = self.rotary_config(config)
@@ -116,11 +112,7 @@ class Family:
         return list(getattr(self.rotary_config(config), self.layer_bases, None) or ())
 
     def rotary_modules(self, decoder: nn.Module) -> dict[str, Any]:
-        """The rotary modules of `decoder`, by path.
-
-        Raises:
-            UnsupportedModelError: a module is missing or has no table, for example in a newer transformers.
-        """
+        """The rotary modules of `decoder`, by path."""
         pattern = re.compile(re.escape(self.rotary_path).replace(re.escape("*"), "[^.]+"))
         modules = {path: module for path, module in decoder.named_modules() if pattern.fullmatch(path)}
         newer = "the installed transformers may be newer than rope_extend supports"
@@ -209,12 +201,7 @@ def find_family(model_type: str) -> Family | None:
 
 
 def family_for(model_type: str) -> Family:
-    """The record of a family.
-
-    Raises:
-        UnsupportedModelError: there is none; the message gives the reason, or the nearest name and how to
-            add it.
-    """
+    """The record of a family; any other is refused, with the reason or the nearest name."""
     family = find_family(model_type)
     if family is None:
         if model_type in REFUSED:

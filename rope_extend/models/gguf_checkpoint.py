@@ -33,9 +33,6 @@ def gguf_file(name: str | Path) -> Path | None:
     """The GGUF file that a model's name leads to: the file itself, or the only one in a directory.
 
     A directory with a `config.json` is a checkpoint of transformers, whatever else it holds.
-
-    Raises:
-        RopeExtendError: the directory holds several GGUF files and no `config.json`.
     """
     path = Path(name).expanduser()
     if path.suffix.lower() == GGUF and os.path.isfile(path):
@@ -53,12 +50,7 @@ def gguf_file(name: str | Path) -> Path | None:
 
 
 def gguf_config(path: Path) -> Any:
-    """The config of a GGUF file's model, with its scaling of positions.
-
-    Raises:
-        RopeExtendError: the file holds no model, or one of another architecture, or transformers has no form
-            for its scaling.
-    """
+    """The config of a GGUF file's model, with its scaling of positions."""
     return copy.deepcopy(_config(*state(path)))
 
 
@@ -105,18 +97,7 @@ def _is_token(token: Any, config: Any) -> bool:
 
 
 def gguf_model(path: Path, **kwargs: Any) -> Any:
-    """What `from_pretrained` returns for the model of a GGUF file, its weights dequantised to `dtype`.
-
-    Args:
-        path: the file.
-        kwargs: as `from_pretrained` takes them.
-
-    Raises:
-        RopeExtendError: quantization was asked for as well, or an adapter lies next to the file: transformers
-            would load that too, for a base model that is no GGUF file.
-    """
-    if kwargs.pop("quantization_config", None) is not None:
-        raise RopeExtendError(no_second_quantization(path))
+    """What `from_pretrained` returns for the model of a GGUF file, its weights dequantised to `dtype`."""
     if is_adapter(path.parent):
         raise RopeExtendError(
             f"an adapter lies next to {path.name}, in {path.parent}, and transformers would load both as one "
@@ -169,14 +150,6 @@ def _set_ends(path: Path, model: Any) -> None:
         model.generation_config.eos_token_id = ends
 
 
-def no_second_quantization(path: Path) -> str:
-    """The message for `quantize` with a GGUF file."""
-    return (
-        f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or "
-        f"{how_to_convert(path)}"
-    )
-
-
-def how_to_convert(path: Path) -> str:
+def how_to_convert(path: Path | str) -> str:
     """The advice to make a checkpoint of a GGUF file, as part of a sentence."""
     return f"write an ordinary checkpoint first: {CONVERT} {quote(str(path))} --output DIRECTORY"

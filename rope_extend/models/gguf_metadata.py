@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rope_extend.checks import Kind, integer, number, require, such
-from rope_extend.encodings.core.shapes import MAX_DIM, MAX_FACTOR, MAX_LENGTH
+from rope_extend.checks import Kind, integer, number, such
+from rope_extend.encodings.core.shapes import MAX_FACTOR, MAX_LENGTH
 from rope_extend.errors import RopeExtendError
 
 LIST, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -30,20 +30,20 @@ class Metadata:
     """What a GGUF file says besides its weights.
 
     Attributes:
-        keys: all keys and values.
+        keys: all keys and values, but for long lists and lists of texts.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
         weights: the number of values in all other tensors.
-        largest: the largest dimension of a tensor.
         blocks: the number of layers that have tensors.
         embeds: whether the file has an embedding of tokens, as every language model has.
+        lists: the reader's fields with the other lists, which take seconds to read; see `field_value`.
     """
 
     keys: Mapping[str, Any]
     tables: Mapping[str, list[float]]
     weights: int = 0
-    largest: int = 0
     blocks: int = 0
     embeds: bool = True
+    lists: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -56,12 +56,7 @@ class Metadata:
 
 
 def gguf_metadata(path: Path) -> Metadata:
-    """Keys and tables of a GGUF file.
-
-    Raises:
-        RopeExtendError: the package gguf is not installed, this is no GGUF file or one of several parts, or a
-            value is not one that a model can have.
-    """
+    """Keys and tables of a GGUF file, checked: it holds a whole model."""
     return _metadata(*state(path))
 
 
@@ -72,11 +67,7 @@ def state(path: Path) -> tuple[Path, int, int]:
 
 
 def gguf_reader(path: Path) -> Any:
-    """The reader of the package gguf for a file, with `field_value` for its fields.
-
-    Raises:
-        RopeExtendError: the package is not installed, or this is no GGUF file.
-    """
+    """The reader of the package gguf for a file, with `field_value` for its fields."""
     try:
         import_module("gguf")
     except ImportError as error:
@@ -146,7 +137,8 @@ def lists_skipped() -> Iterator[None]:
 def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     reader = gguf_reader(path)
     try:
-        keys = {name: field_value(field) for name, field in reader.fields.items()}
+        lists = {name: entry for name, entry in reader.fields.items() if _is_skipped(entry)}
+        keys = {name: field_value(entry) for name, entry in reader.fields.items() if name not in lists}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         tables = {
             name: [float(value) for value in tensors[name].data]
@@ -157,9 +149,9 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             keys,
             tables,
             weights=sum(int(tensor.n_elements) for name, tensor in tensors.items() if name not in tables),
-            largest=max((int(size) for tensor in tensors.values() for size in tensor.shape), default=0),
             blocks=len({match[1] for name in tensors if (match := _BLOCK.match(name))}),
             embeds=_EMBEDDING in tensors,
+            lists=lists,
         )
     except Exception as error:
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
@@ -167,117 +159,59 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
     return metadata
 
 
-def field_value(field: Any, *, raw: bool = False) -> Any:
+def _is_skipped(entry: Any) -> bool:
+    return len(entry.types) == 2 and not entry.data
+
+
+def field_value(entry: Any, *, raw: bool = False) -> Any:
     """The value of a key. A token need not be valid UTF-8: with `raw`, texts are bytes."""
-    data, skipped = field.parts[-1], len(field.types) == 2 and not field.data
-    if field.types[-1].name != "STRING":
-        return data.tolist() if skipped else field.contents()
+    data, skipped = entry.parts[-1], _is_skipped(entry)
+    if entry.types[-1].name != "STRING":
+        return data.tolist() if skipped else entry.contents()
     texts, end, data = list[bytes](), 0, data.tobytes()
     while skipped and end < len(data):
         start = end + 8
-        end = start + struct.unpack_from(f"{field.parts[-2].dtype.str[0]}Q", data, end)[0]
+        end = start + struct.unpack_from(f"{entry.parts[-2].dtype.str[0]}Q", data, end)[0]
         texts.append(data[start:end])
     values = [text if raw else text.decode("utf-8", "replace") for text in (texts if skipped else [data])]
     return values if skipped else values[0]
 
 
-def _text(longest: int) -> Kind:
-    expected = f"a text of at most {longest} characters"
-    return such(expected, lambda value: isinstance(value, str) and len(value) <= longest)
-
-
-def _each(kind: Kind) -> Kind:
-    def parse(values: Any) -> list[Any]:
-        require(isinstance(values, list))
-        parsed = {value: kind.parse(value) for value in dict.fromkeys(values)}  # types of tokens are few
-        return [parsed[value] for value in values]
-
-    return Kind(f"{kind.expected}, for each item of a list", parse)
-
-
-def _texts(longest: int) -> Kind:
-    """As `_each(_text(longest))`, faster: a vocabulary has 300,000 texts."""
-
-    def are_texts(values: Any) -> bool:
-        texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
-        return texts and max(map(len, values), default=0) <= longest
-
-    return such(f"{_text(longest).expected}, for each item of a list", are_texts)
-
-
-_NAME = such("a short name", lambda value: re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None)
-_FLAG = such("true or false", lambda value: value in (False, True))
 _FACTOR = such("0 or a factor", lambda value: value == 0 or number(1, MAX_FACTOR).parse(value) >= 1)
-_COUNT, _EPSILON, _SCALE = integer(0, 2**32 - 1), number(0, 1, above=True), number(0, MAX_FACTOR)
-_KEYS: Mapping[str, Kind] = {
-    "general.architecture": _NAME, "general.type": _NAME, "general.name": _text(10_000),
-    "general.alignment": integer(1, 2**20), "split.count": _COUNT,
-    "tokenizer.ggml.model": _NAME, "tokenizer.ggml.pre": _NAME,
-    "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _texts(1024),
-    "tokenizer.ggml.merges": _texts(2048), "tokenizer.ggml.scores": _each(number(-1e30)),
-    "tokenizer.ggml.token_type": _each(_COUNT), "tokenizer.ggml.add_bos_token": _FLAG,
-    "tokenizer.ggml.add_eos_token": _FLAG, "tokenizer.ggml.add_space_prefix": _FLAG,
-    **{f"tokenizer.ggml.{name}_token_id": _COUNT
-       for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
-}  # fmt: skip
-"""The values of keys that are the same for all architectures."""
-_OF_ARCHITECTURE: Mapping[str, Kind] = {
-    "context_length": integer(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
-    "rope.dimension_count": integer(2, MAX_DIM),
-    "rope.freq_base": number(1, above=True),
-    "rope.scale_linear": _FACTOR, "rope.scaling.factor": _FACTOR, "rope.scaling.type": _NAME,
-    "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
+_NUMBERS: Mapping[str, Kind] = {
+    "context_length": integer(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": number(0, 1, above=True),
+    "rope.freq_base": number(1, above=True), "rope.scale_linear": _FACTOR, "rope.scaling.factor": _FACTOR,
+    "rope.scaling.attn_factor": number(0, MAX_FACTOR),
     "rope.scaling.original_context_length": integer(0, MAX_LENGTH),
 }  # fmt: skip
-"""The values of keys below the architecture's name."""
-_SIZES = (
-    "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "expert_count",
-)  # fmt: skip
-"""Keys that no tensor is smaller than."""
-_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
-"""Those of which some files have one value for each layer."""
-_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "expert_count")
+"""The values of keys below the architecture's name that would mislead silently."""
 
 
 def _check(path: Path, metadata: Metadata) -> None:
-    """Check every value of a file that is used later, so that no size, base or factor misleads.
-
-    Sizes and layers are compared with the tensors, so a small file cannot describe an endless model.
-
-    Raises:
-        RopeExtendError: names the key, the value and what it can be; or the file is an adapter, a projector,
-            a matrix of importance, or one of several parts.
-    """
+    """Refuse a file that holds no whole model, and numbers with which no model computes anything."""
     keys, architecture = metadata.keys, metadata.architecture
     if "general.architecture" not in keys:
         raise RopeExtendError(f"{path} names no architecture; it holds no model")
-    _check_keys(path, _KEYS, keys)
     if (kind := keys.get("general.type", "model")) != "model":
         raise RopeExtendError(
             f"{path.name} holds no model: its general.type is {kind!r}. Give the file of the model that it "
             "belongs to"
         )
-    if keys.get("split.count", 1) > 1:
+    if keys.get("split.count", 1) not in (0, 1):
         raise RopeExtendError(
             f"{path} is one part of a model that is split into {keys['split.count']} files, which is not "
             "supported. Join them with llama.cpp's llama-gguf-split --merge"
         )
     if not metadata.embeds:
         raise RopeExtendError(f"{path.name} holds no model: it lacks {_EMBEDDING}. {ADVICE}")
-    checks: dict[str, Kind] = {**_OF_ARCHITECTURE, "block_count": integer(1, max(1, metadata.blocks))}
-    for key in _SIZES:
-        size = integer(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
-        by_layer = key in _BY_LAYER and isinstance(metadata.of_architecture(key), list)
-        checks[key] = _each(size) if by_layer else size
-    _check_keys(path, {f"{architecture}.{key}": check for key, check in checks.items()}, keys)
-    _check_keys(path, dict.fromkeys(metadata.tables, _each(number(0, above=True))), metadata.tables)
-
-
-def _check_keys(path: Path, checks: Mapping[str, Kind], keys: Mapping[str, Any]) -> None:
+    # A file with fewer layers than it says would be a model of any size before a weight is missed.
+    numbers = {**_NUMBERS, "block_count": integer(1, max(1, metadata.blocks))}
     try:
-        for key, check in checks.items():
-            if key in keys:
-                check(path.name, key, keys[key])
+        for name, check in numbers.items():
+            if (value := metadata.of_architecture(name)) is not None:
+                check(path.name, f"{architecture}.{name}", value)
+        for name, table in metadata.tables.items():
+            for value in table:
+                number(0, above=True)(path.name, name, value)
     except RopeExtendError as error:
         raise RopeExtendError(f"{error}. {ADVICE}") from error

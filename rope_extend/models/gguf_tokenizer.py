@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.gguf_metadata import Metadata, gguf_metadata
+from rope_extend.models.gguf_metadata import Metadata, field_value, gguf_metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Types of a token, of `llama_token_type`."""
@@ -42,11 +42,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, with its special tokens and its chat template.
-
-    Raises:
-        RopeExtendError: the file has no tokenizer, or one of a kind that is not supported.
-    """
+    """The tokenizer of a GGUF file, with its special tokens and its chat template."""
     metadata = gguf_metadata(path)
     keys = _TokenizerKeys(path, metadata)
     kind = keys.value("model")
@@ -79,7 +75,8 @@ class _TokenizerKeys:
     """The keys below `tokenizer.ggml`."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        self.name, self._keys = path.name, metadata.keys
+        lists = {name: field_value(entry) for name, entry in metadata.lists.items()}
+        self.name, self._keys = path.name, {**metadata.keys, **lists}
         tokens = self.value("tokens")
         if not tokens:
             raise RopeExtendError(f"{path.name} has no tokenizer (tokenizer.ggml.tokens)")

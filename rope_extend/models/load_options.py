@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from rope_extend.checks import Checked, choice, such
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.config_facts import is_soft_capped
-from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
+from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
 from rope_extend.models.loading import default_dtype, empty_model, pretrained
 from rope_extend.models.processes import process_count
@@ -70,23 +70,15 @@ class LoadOptions(Checked):
                 f"device_map spreads one model over all GPUs, which works in one process only; "
                 f"{process_count()} were started. Start one, or leave device_map out"
             )
-        if self.limit_memory is not None and self.limit_memory < 1:
-            raise RopeExtendError(f"limit_memory must be a number of bytes above 0, got {self.limit_memory}")
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
             raise RopeExtendError(
                 f"quantize={self.quantize!r} needs bitsandbytes: pip install 'rope_extend[quantize]'"
             )
         device = self.torch_device  # refuses a device that does not exist
-        if self.attention is None or self.attention in ("sdpa", "eager"):
-            return
-        if device.type != "cuda":
+        if self.attention not in (None, "sdpa", "eager") and device.type != "cuda":
             raise RopeExtendError(
                 f"attention {self.attention} needs a GPU, but the device is {device.type}; use sdpa, "
                 "which runs everywhere"
-            )
-        if self.attention.startswith("flash") and (self.dtype or default_dtype(device)) == torch.float32:
-            raise RopeExtendError(
-                f"attention {self.attention} takes bfloat16 or float16, got float32; set dtype to one of them"
             )
 
     @classmethod
@@ -99,11 +91,7 @@ class LoadOptions(Checked):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of the model, or of its first layers if it is spread.
-
-        Raises:
-            RopeExtendError: this machine has no such device.
-        """
+        """The device of the model, or of its first layers if it is spread."""
         gpus = torch.cuda.device_count()
         if self.device is None:
             local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -123,11 +111,7 @@ class LoadOptions(Checked):
         return device
 
     def empty(self, name: str) -> nn.Module:
-        """The model of a checkpoint with this attention, on the meta device: no weights are loaded.
-
-        Raises:
-            RopeExtendError: no such checkpoint, its family is not supported, or it cannot be loaded this way.
-        """
+        """The model of a checkpoint with this attention, on the meta device: no weights are loaded."""
         config = self._config(name)
         arguments: dict[str, Any] = dict(self._attention(config))
         if (dtype := self._dtype(config)) != "auto":
@@ -147,15 +131,7 @@ class LoadOptions(Checked):
         return pretrained(AutoModelForCausalLM, name, **self.arguments(name, reserve=reserve)).eval()
 
     def arguments(self, name: str, *, reserve: int = 0) -> dict[str, Any]:
-        """The arguments for `from_pretrained` with which `load` loads a checkpoint.
-
-        Args:
-            name: as in `load`.
-            reserve: as in `load`.
-
-        Raises:
-            RopeExtendError: as `load`.
-        """
+        """The arguments for `from_pretrained` with which `load` loads a checkpoint."""
         config, device = self._config(name), self.torch_device
         if self.limit_memory is not None and device.type == "cuda":
             gpus = range(torch.cuda.device_count()) if self.device_map is not None else [device]
@@ -186,7 +162,10 @@ class LoadOptions(Checked):
         if self.quantize is not None and is_quantized(config):
             raise RopeExtendError(f"{name!r} is already quantised; leave quantize out")
         if self.quantize is not None and (path := gguf_file(name)) is not None:
-            raise RopeExtendError(no_second_quantization(path))
+            raise RopeExtendError(
+                f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or "
+                f"{how_to_convert(path)}"
+            )
         return config
 
     def _dtype(self, config: Any) -> torch.dtype | str:

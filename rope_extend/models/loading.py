@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,9 @@ from shlex import quote
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -28,6 +25,7 @@ from transformers import (
 
 from rope_extend.errors import RopeExtendError, followed_by
 from rope_extend.files import expand_home
+from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG
 from rope_extend.models.families import family_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
@@ -53,16 +51,9 @@ def auto_class(config: Any, architecture: str | None = None) -> Any:
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
-    """`auto.from_pretrained(name, **kwargs)` for one of transformers' auto classes, without remote code.
+    """`auto.from_pretrained(name, **kwargs)` for an auto class of transformers, without remote code.
 
-    Args:
-        auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
-        name: a checkpoint's directory or hub id, or a GGUF file.
-        hint: a sentence without its full stop, added to the error message.
-        kwargs: as `from_pretrained` takes them.
-
-    Raises:
-        RopeExtendError: there is no such checkpoint, it cannot be loaded, or it holds an adapter only.
+    `name` may be a GGUF file as well. `hint` is added to the error message.
     """
     _check_directory(auto, str(name))
     if auto is not GenerationConfig:
@@ -78,22 +69,11 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         if (path := gguf_file(name)) is not None:
             with one_error(f"cannot load the {what} of {name!r}", ADVICE):
                 return _from_gguf(auto, path, **kwargs)
-        try:
-            return auto.from_pretrained(name, **kwargs)
-        except SafetensorError:
-            for file in sorted(Path(name).glob("*.safetensors")):
-                with open_weights(file):
-                    pass
-            raise
+        return auto.from_pretrained(name, **kwargs)
 
 
 def _check_directory(auto: Any, name: str) -> None:
-    """Refuse a directory without what is to be loaded; transformers would speak of other things.
-
-    Raises:
-        RopeExtendError: the directory holds an adapter and no model, no config, no tokenizer, or a model of a
-            family that transformers does not know.
-    """
+    """Refuse a directory without what is to be loaded; transformers would speak of other things."""
     path = Path(expand_home(name))
     if not name or not path.is_dir():  # the empty name would be the working directory
         return
@@ -101,23 +81,14 @@ def _check_directory(auto: Any, name: str) -> None:
     if auto is AutoTokenizer:
         if not any(re.search(r"token|^(vocab|spiece|tekken)|\.model$", file) for file in names):
             raise RopeExtendError(f"{name!r} has no tokenizer: copy tokenizer.json of its base model there")
-    elif "config.json" not in names:
-        if auto is GenerationConfig:
-            return
-        if "adapter_config.json" in names:  # with peft, transformers would load it without the encoding
-            raise RopeExtendError(
-                f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge "
-                f"{quote(name)} --output merged. Then give the merged directory; or give its base model"
-            )
+    elif ADAPTER_CONFIG in names and CONFIG not in names and auto is not GenerationConfig:
+        # With peft, transformers would load it without the encoding.
+        raise RopeExtendError(
+            f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge "
+            f"{quote(name)} --output merged. Then give the merged directory; or give its base model"
+        )
+    elif CONFIG not in names and auto is not GenerationConfig:
         raise RopeExtendError(f"{name!r} has no config.json, so it is no checkpoint of transformers")
-    else:
-        with one_error(f"cannot read {path / 'config.json'}"):
-            family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if isinstance(family, str) and family not in CONFIG_MAPPING:
-            raise RopeExtendError(
-                f"transformers {transformers.__version__} has no family {family!r}, the model_type in "
-                f"{path / 'config.json'}; `rope-extend families` lists those that can be extended"
-            )
 
 
 def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:
@@ -161,14 +132,7 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
 def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
     """The model of a checkpoint's config, on the meta device: no weights are read or allocated.
 
-    Args:
-        name: a checkpoint's directory or hub id, or a GGUF file.
-        config: its config, if it is loaded already.
-        arguments: as `AutoModelForCausalLM.from_config` takes them, such as `attn_implementation`.
-
-    Raises:
-        RopeExtendError: no such checkpoint, or its config describes no model.
-        UnsupportedModelError: the family is not supported.
+    `config` is given if it is loaded already, and `arguments` are those of `from_config`.
     """
     config = pretrained(AutoConfig, name) if config is None else config
     family_for(config.model_type)

@@ -25,11 +25,7 @@ _OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
 
 def check_path(name: str) -> None:
-    """Refuse a name that can only be a path, if nothing has that path.
-
-    Raises:
-        RopeExtendError: there is no such file or directory; the message names the nearest.
-    """
+    """Refuse a name that can only be a path, if nothing has that path."""
     if is_path(name) and not os.path.exists(expand_home(name)):  # False too for a name that no file can have
         what = "file" if name.endswith(GGUF) else "directory"
         raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
@@ -41,22 +37,12 @@ def is_path(name: str) -> bool:
     return not hub_id or name.startswith(".") or name.endswith(GGUF)
 
 
-def check_checkpoint(
-    name: str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-) -> None:
+def check_checkpoint(name: str, **access: Any) -> None:
     """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
 
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
-    minute if there is no network, and then speak of the network where a path was mistyped. `revision`,
-    `token`, `cache_dir` and `local_files_only` are as `from_pretrained` takes them.
-
-    Raises:
-        RopeExtendError: the name leads to no checkpoint.
+    minute if there is no network, and then speak of the network where a path was mistyped. `access` has the
+    options of `from_pretrained` that `ACCESS` names.
     """
     check_path(name)
     if Path(expand_home(name)).exists():
@@ -70,20 +56,17 @@ def check_checkpoint(
         RepositoryNotFoundError,
     )
 
-    files = (CONFIG, ADAPTER_CONFIG)
-    cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision) for file in files)
+    files, revision = (CONFIG, ADAPTER_CONFIG), access.get("revision")
+    where = {"cache_dir": access.get("cache_dir"), "revision": revision}
+    cached = (try_to_load_from_cache(name, file, **where) for file in files)
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
-        if local_files_only or any(isinstance(path, str) for path in cached):
+        if access.get("local_files_only") or any(isinstance(path, str) for path in cached):
             return
-        get_hf_file_metadata(hf_hub_url(name, files[0], revision=revision), timeout=TIMEOUT, token=token)
-    except EntryNotFoundError:
-        return
-    except GatedRepoError as error:
-        raise RopeExtendError(
-            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log in with "
-            "`hf auth login`, or set HF_TOKEN"
-        ) from error
+        address = hf_hub_url(name, files[0], revision=revision)
+        get_hf_file_metadata(address, timeout=TIMEOUT, token=access.get("token"))
+    except (EntryNotFoundError, GatedRepoError):
+        return  # of a repository that is gated, transformers says how to get access
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise RopeExtendError(
             f"{missing} no model of that name on the hub, or it is private.{_nearest(name)}"
@@ -117,14 +100,8 @@ def local_directory(
 ) -> Path:
     """The directory of a checkpoint: `name` itself, or the cached snapshot of a hub id, downloaded if needed.
 
-    Args:
-        name: a directory or a hub id.
-        kind: a noun for the error message.
-        argument: the argument that sets it, for the error message.
-        options: options for `snapshot_download`, such as `revision` (see `hub_options`) or `allow_patterns`.
-
-    Raises:
-        RopeExtendError: there is no such checkpoint.
+    `kind` and `argument` are for the error message: what it is, and which argument sets it. `options` are for
+    `snapshot_download`, such as `allow_patterns`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -143,15 +120,7 @@ def local_directory(
 
 
 def base_name(name: str, revision: str | None) -> str:
-    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision.
-
-    Args:
-        name: as `Record.base` returns it.
-        revision: the same.
-
-    Raises:
-        RopeExtendError: there is no such model.
-    """
+    """The name by which an adapter's base model is loaded: itself, or the directory of a pinned revision."""
     files = DOWNLOADED if revision else (CONFIG,)
     directory = local_directory(
         name, "base model", "base_model= (--base-model)", revision=revision, allow_patterns=list(files)

@@ -146,11 +146,7 @@ def whole_learned(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_learned(directory: Path) -> dict[str, Tensor]:
-    """The values that `write_learned` wrote; empty if there is no such file.
-
-    Raises:
-        RopeExtendError: the file is damaged.
-    """
+    """The values that `write_learned` wrote; empty if there is no such file."""
     path = directory / LEARNED_FILE
     try:
         return load_file(path) if path.exists() else {}

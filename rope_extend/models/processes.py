@@ -25,11 +25,7 @@ def is_main_process() -> bool:
 
 
 def processes(device: torch.device) -> PartialState | None:
-    """Connect the processes of this run; None if there is only one.
-
-    Args:
-        device: the device of this process.
-    """
+    """Connect the processes of this run, this one on `device`; None if there is only one."""
     if process_count() == 1:
         return None
     from accelerate import PartialState

@@ -60,11 +60,7 @@ def marked_positions(table: Any) -> Tensor | None:
 
 
 def check_one_position(encoding: Encoding, parts: Tensor) -> None:
-    """Refuse positions `[3, batch, T]` of which the parts differ.
-
-    Raises:
-        PatchError: they do.
-    """
+    """Refuse positions `[3, batch, T]` of which the parts differ."""
     if not parts.is_meta and not bool((parts == parts[:1]).all()):
         raise PatchError(
             f"{encoding} needs one position for each token, but this input has tokens with several "
@@ -201,9 +197,6 @@ class ExtendedRotaryEmbedding(nn.Module):
 
         `x` gives dtype and device only. If the schedule rotates inside attention, this is plain RoPE.
         Positions with parts (time, height, width) are `[3, batch, T]`.
-
-        Raises:
-            PatchError: positions with different parts, under an encoding that rotates inside attention.
         """
         if layer_type != self.layer_type:
             assert self.original is not None

@@ -21,13 +21,7 @@ from rope_extend.models.rotary import ExtendedRotaryEmbedding
 
 
 def shape_of(model: nn.Module, trained_length: int | None = None) -> RopeShape:
-    """The rotary shape of a model as it was pretrained: rotated channels, base, trained window.
-
-    Raises:
-        UnsupportedModelError: the family is not supported.
-        RopeExtendError: the config does not say which window it was trained on, or `trained_length` is
-            invalid.
-    """
+    """The rotary shape of a model as it was pretrained: rotated channels, base, trained window."""
     base = unwrap(model)
     family = family_for(base.config.model_type)
     modules = list(family.rotary_modules(base.base_model).values())
@@ -93,9 +87,6 @@ def stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: in
     """The table that transformers computes from the config of a rotary module.
 
     For every `rope_type` except `default`.
-
-    Raises:
-        RopeExtendError: the config has values that transformers cannot compute with.
     """
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     compute = ROPE_INIT_FUNCTIONS[rope_type]
@@ -142,9 +133,6 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
 
     One forward over the longest of a group gives the losses at all its lengths. Static encodings have one
     group. Stock dynamic NTK has one for all lengths within the trained window and one for each beyond.
-
-    Raises:
-        UnsupportedModelError: the family is not supported.
     """
     base = unwrap(model)
     modules = family_for(base.config.model_type).rotary_modules(base.base_model)

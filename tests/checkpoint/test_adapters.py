@@ -180,3 +180,12 @@ def check_merge(
         if torch.equal(oracle[name], before[name].float()):
             assert torch.equal(tensor, before[name]), name
     assert any(not torch.equal(tensor, before[name]) for name, tensor in found.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*PEFT for a second time", "ignore:Already found a `peft_config`")
+def test_an_adapter_around_an_adapter_is_refused(tmp_path: Path) -> None:
+    """Its weights have names that no loader finds."""
+    model = get_peft_model(get_peft_model(extended("yarn"), lora()), lora())
+    with pytest.raises(rx.RopeExtendError, match=r"around another PeftModel.*call get_peft_model once"):
+        rx.save(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

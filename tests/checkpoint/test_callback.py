@@ -235,16 +235,13 @@ def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, t
             run.train(resume_from_checkpoint=True)
 
 
-def test_a_plugin_only_run_is_resumed_and_saved_without_a_guard(base: Path, tmp_path: Path) -> None:
+def test_a_plugin_only_run_is_resumed(base: Path, tmp_path: Path) -> None:
     model = patched(base, "full", "xpos")
     trainer(model, tmp_path / "run", rx.SaveEncodingCallback()).train()
     again = patched(base, "full", "xpos")
     run = trainer(again, tmp_path / "run", rx.SaveEncodingCallback())
     run.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert_same_but_rounding(logits(again), logits(model))
-    type(model).save_pretrained(model, tmp_path / "plain")
-    rx.record_encoding(tmp_path / "plain", model, guard=False)
-    assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_a_loop_of_one_s_own(base: Path, tmp_path: Path) -> None:
@@ -257,12 +254,6 @@ def test_a_loop_of_one_s_own(base: Path, tmp_path: Path) -> None:
         optimizer.zero_grad()
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(rx.load(tmp_path / "saved" / "long")), logits(model))
-    record = rx.record_encoding(tmp_path / "saved", model, base_model=str(base))
-    assert record.base_model == str(base)
-    assert read_record(tmp_path / "saved" / "long") == record
-    assert torch.equal(logits(rx.load(tmp_path / "saved" / "long")), logits(model))
-    with pytest.raises(RopeExtendError, match="carries no patch"):
-        rx.record_encoding(tmp_path / "saved", llama())
     model.save_pretrained(tmp_path / "worker", is_main_process=False)
     rx.current_patch(model).remove()
     model.save_pretrained(tmp_path / "plain")

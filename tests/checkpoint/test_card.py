@@ -21,7 +21,6 @@ import rope_extend as rx
 from rope_extend.checkpoint import card as card_module
 from rope_extend.checkpoint.card import add_card, model_card, write_card
 from rope_extend.checkpoint.record import read_record, write_record
-from rope_extend.checkpoint.staging import is_our_card
 from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
@@ -58,7 +57,7 @@ def test_python_lines_run_as_they_stand_and_read_with_the_encoding(run: Path) ->
     rx.merge(run, "merged")  # this also writes the card
     plain = logits(AutoModelForCausalLM.from_pretrained("base"))
     assert not torch.allclose(expected, plain, atol=1e-2)
-    for directory, count in ((run, 2), (Path("merged"), 1)):
+    for directory, count in ((run, 1), (Path("merged"), 1)):
         text = (directory / CARD_NAME).read_text()
         code = blocks(text, "python")
         assert len(code) == count
@@ -68,48 +67,23 @@ def test_python_lines_run_as_they_stand_and_read_with_the_encoding(run: Path) ->
             assert_same_but_rounding(logits(scope["model"]), expected)
 
 
-def test_our_commands_parse_and_name_what_is_there(run: Path) -> None:
+def test_our_commands_parse_and_run(run: Path) -> None:
     write_card(run)
-    rx.merge(run, "merged")
-    record = read_record(run)
-    for directory in (run, Path("merged")):
-        text = (directory / CARD_NAME).read_text()
-        commands = [shlex.split(line) for block in blocks(text, "bash") for line in block.splitlines()]
-        for words in commands:
-            if words[0] == "rope-extend":
-                parse(words[1:])
-            if "--max-model-len" in words or "-c" in words:
-                assert words[-1] == str(TARGET)
-        if directory == run:
-            main(commands[0][1:])
-            assert (Path("run-merged") / "config.json").exists()
-            assert "Serving an adapter on its base model" in text
-        servers = [words[0] for words in commands]
-        table = record.encoding.name not in ("dynamic_ntk", "xpos")
-        for server in ("vllm", "llama-server"):
-            assert (server in servers) == (table and directory != run)
-        if directory != run and not table:
-            assert "vLLM does not support this encoding" in text
+    main(shlex.split(blocks((run / CARD_NAME).read_text(), "bash")[0].splitlines()[0])[1:])
+    assert (Path("run-merged") / "config.json").exists()
+    for directory in (run, Path("run-merged")):
+        for block in blocks((directory / CARD_NAME).read_text(), "bash"):
+            for line in block.splitlines():
+                parse(shlex.split(line)[1:])
 
 
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
-def test_the_card_of_an_export_is_its_own(run: Path, results: Path) -> None:
-    """It keeps what was measured, and neither names its source nor exports it again."""
+def test_an_export_has_a_card_of_its_own_or_that_which_somebody_wrote(run: Path) -> None:
     rx.merge(run, "merged")
-    main(["card", "merged", "--results", str(results), "--data", "books"])
-    for source, data in (("merged", "| data | `books` |"), (str(run), "| data | not recorded |")):
-        rx.export(source, "out", "vllm", verify=False, overwrite=True)
-        text = Path("out", CARD_NAME).read_text()
-        assert is_our_card(Path("out", CARD_NAME))
-        assert "\n# out\n" in text
-        assert data in text
-        assert ("Not measured yet" in text) == ("has not been measured" in text) == (source != "merged")
-        assert blocks(text, "bash") == [f"vllm serve out --max-model-len {TARGET}\n"]
-        assert not re.search(r"\bmerged\b|rope-extend export|SGLang", text)
-        (lines,) = blocks(text, "python")
-        scope: dict[str, Any] = {}
-        exec(compile(lines, CARD_NAME, "exec"), scope)
-        assert_same_but_rounding(logits(scope["model"]), logits(rx.load(run)))
+    rx.export("merged", "out", "vllm", verify=False)
+    text = Path("out", CARD_NAME).read_text()
+    assert "\n# out\n" in text
+    assert not re.search(r"\bmerged\b", text)
     Path("merged", CARD_NAME).write_text("mine")
     rx.export("merged", "out2", verify=False)
     assert Path("out2", CARD_NAME).read_text() == "mine"
@@ -239,9 +213,6 @@ def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:
         assert "| data | `corpus` (a local path)" in text
         assert ("`owner/name`" in text) == isinstance(data, list)
     assert "| base model | `base` (a local path) |" in text
-    assert 'from_pretrained("base")  # a local path: replace it by your own, or by a hub id' in text
-    for code in blocks(text, "python"):
-        compile(code, CARD_NAME, "exec")
 
 
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
@@ -257,15 +228,11 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
         "a: " + "[" * 20_000, f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
     ], 3),
 )  # fmt: skip
-def test_a_recipe_of_another_form_is_left_out_of_the_card(
-    adapter: Path, recipe: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_recipe_of_another_form_is_left_out_of_the_card(adapter: Path, recipe: str) -> None:
     (adapter / "recipe.yaml").write_text(recipe)
     text = model_card(adapter)
     assert "| data | not recorded |" in text
     assert len(text) < 10_000
-    if recipe not in ("x", ""):
-        assert "recipe.yaml" in caplog.text
 
 
 def test_an_unforeseen_error_in_a_card_does_not_end_the_work(

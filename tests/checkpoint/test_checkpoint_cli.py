@@ -107,7 +107,7 @@ def test_merge_suggests_a_command_that_succeeds(
     model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
     rx.extend(model, 512, method)
     rx.save(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), tmp_path / "adapter")
-    main(["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged"), "--no-tokenizer"])
+    main(["merge", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")])
     said = capsys.readouterr().out
     suggested = re.search("verify it: rope-extend (.*)", said)
     assert bool(suggested) == verifies

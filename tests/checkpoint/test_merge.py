@@ -90,12 +90,6 @@ def test_embeddings_of_a_config_that_ties_them_are_tied_as_in_training(
     assert_same_but_rounding(logits(stock), logits(live))
 
 
-def test_a_guard_can_be_left_out(tmp_path: Path) -> None:
-    adapted(llama(), tmp_path, encoding=rx.encoding("drope", factor=8.0))
-    rx.merge(tmp_path / "adapter", tmp_path / "merged", guard=False)
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "llama"
-
-
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float32], ids=str)
 def test_a_cast_is_one_rounding_of_the_float32_merge(tmp_path: Path, to: torch.dtype) -> None:
     live = adapted(llama(), tmp_path, dtype=torch.float16, modules_to_save=["norm"])
@@ -140,8 +134,6 @@ def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path
     assert tokenizer["model_max_length"] == TARGET
     config = AutoConfig.from_pretrained(tmp_path / "merged")
     assert (config.max_position_embeddings, config.architectures) == (TARGET, ["LlamaForCausalLM"])
-    rx.merge(adapter, tmp_path / "without", tokenizer=False)
-    assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
 def test_a_published_generation_config_that_transformers_finds_invalid_is_kept(tmp_path: Path) -> None:

@@ -17,17 +17,15 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint import stock_reader, verifying
-from rope_extend.checkpoint.model_type import guarded_config
+from rope_extend.checkpoint.model_type import guarded_config, plain_config
 from rope_extend.cli.main import command_parser, main
 from rope_extend.data.bundled import MODEL_DIR
 
 
-def saved(
-    directory: Path, method: str = "yarn", model: Any = None, guard: bool = True, **parameters: Any
-) -> Path:
+def saved(directory: Path, method: str = "yarn", model: Any = None, **parameters: Any) -> Path:
     model = model or llama()
     rx.patch_model(model, rx.encoding(method, **parameters), target_length=TARGET)
-    return rx.save(model, directory, guard=guard)
+    return rx.save(model, directory)
 
 
 def edited(directory: Path, **changes: Any) -> None:
@@ -92,7 +90,9 @@ def test_another_process_decides(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("method", ["logn", "dynamic_yarn", "xpos"])
 def test_so_is_what_stock_transformers_reads_on_the_old_window(tmp_path: Path, method: str) -> None:
-    directory = saved(tmp_path / "full", method, guard=False)
+    directory = saved(tmp_path / "full", method)
+    config = directory / "config.json"
+    config.write_text(json.dumps(plain_config(json.loads(config.read_text()))))
     found = rx.verify(directory)
     assert found.verdict == "needs rope_extend"
     assert "a logit is off by" in found.reason

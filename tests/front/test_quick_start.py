@@ -164,14 +164,13 @@ print(type(AutoConfig.from_pretrained({str(plugin_only)!r})).__name__)
 def test_plugin_only_checkpoints_are_known_in_any_order_of_imports(imports: str, plugin_only: Path) -> None:
     code = f"""
 {imports}
-import pickle, sys
+import pickle
 config = AutoConfig.from_pretrained({str(plugin_only)!r})
 print(type(config).__name__, config.model_type, config.max_position_embeddings)
 print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
 print(pickle.loads(pickle.dumps(type(config))) is type(config))
-print(sum("Registering" in type(finder).__name__ for finder in sys.meta_path))
 """
-    assert python(code).splitlines() == ["GuardedConfig llama 64", "GuardedModel", "True", "1"]
+    assert python(code).splitlines() == ["GuardedConfig llama 64", "GuardedModel", "True"]
 
 
 @pytest.mark.parametrize("line", ["--help", "finetune --help"])

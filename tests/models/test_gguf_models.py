@@ -275,8 +275,6 @@ def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
     with pytest.raises(RopeExtendError, match=r"no such file: .*plane\.gguf.*Did you mean '.*plain\.gguf'"):
         pretrained(AutoConfig, str(plain_file.with_name("plane.gguf")))
-    with pytest.raises(RopeExtendError, match="cannot be quantised again"):
-        loaded(plain_file, quantization_config=object())
     with pytest.raises(RopeExtendError, match=r"plain\.gguf .*rope-extend convert"):
         LoadOptions(quantize="4bit").empty(str(plain_file))
     (tmp_path / "bad.gguf").write_bytes(b"GGUF, or is it?")

@@ -65,7 +65,6 @@ def test_sizes() -> None:
         ({"device_map": "nearly"}, "one of auto, balanced"),
         ({"attention": "flash"}, "one of sdpa, flash_attention_2"),
         ({"quantize": "2bit"}, "one of 4bit, 8bit"),
-        ({"limit_memory": 0}, "number of bytes"),
         ({"device": "gpu"}, "no device is called 'gpu'"),
         ({"device": "cuda:99"}, "no device 'cuda:99'"),
         (
@@ -88,8 +87,6 @@ def test_each_process_has_its_own_gpu_and_no_map(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RopeExtendError, match="works in one process only"):
         LoadOptions(device_map="auto")
-    with pytest.raises(RopeExtendError, match="takes bfloat16 or float16"):
-        LoadOptions(dtype=torch.float32, attention="flash_attention_2")
 
 
 def test_kernels_that_are_not_installed_are_reported_before_weights_are_loaded(
@@ -240,7 +237,7 @@ def test_an_adapter_in_place_of_a_model_is_refused(
         (AutoConfig, "config.json", "has no config.json"),
         (AutoModelForCausalLM, "config.json", "has no config.json"),
         (AutoTokenizer, "tokenizer*", "has no tokenizer: copy tokenizer.json"),
-        (AutoConfig, None, "no family 'foobar', the model_type in "),
+        (AutoConfig, None, "foobar` but Transformers does not recognize"),
     ],
 )
 def test_a_directory_without_what_is_loaded(

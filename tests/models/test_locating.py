@@ -27,10 +27,7 @@ except SystemExit as error:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (
-            GatedRepoError("", response=RESPONSE),
-            r"is gated: accept its conditions at .*owner/name.*hf auth login",
-        ),
+        (GatedRepoError("", response=RESPONSE), None),
         (RepositoryNotFoundError("", response=RESPONSE), "no model of that name on the hub"),
         (ConnectionError(), r"cannot be asked .* \(ConnectionError\)\. Check the path, or the network"),
         (EntryNotFoundError(""), None),

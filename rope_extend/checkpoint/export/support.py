@@ -59,15 +59,9 @@ def support(
     """Whether, and how, a target computes an encoding without this library.
 
     Args:
-        encoding: the position encoding.
-        shape: the rotary shape of the pretrained model.
-        target: one of `TARGETS`.
         model_type: the family; default: one of Llama's shape.
         target_length: the extended window, in tokens; default: the encoding's own.
         architecture: for llama.cpp, the architecture of the GGUF file; default: that of the family.
-
-    Raises:
-        RopeExtendError: an unknown target, or an encoding that does not fit the shape.
     """
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")

@@ -73,23 +73,16 @@ TARGETS = {
 """The targets, by the name that `export --to` takes."""
 
 
-def commands(
-    target: str, checkpoint: str, tokens: int, *, base_model: str = "", weights: str = ""
-) -> list[str]:
-    """The commands that export a checkpoint and serve it.
+def commands(target: str, checkpoint: str, tokens: int, *, base_model: str = "") -> list[str]:
+    """The commands that export a checkpoint's directory and serve it with a window of `tokens`.
 
-    Args:
-        target: one of `TARGETS`.
-        checkpoint: the directory of the checkpoint.
-        tokens: the window to serve.
-        base_model: the base model of an adapter, if it is not the one in its record.
-        weights: the directory that is converted to GGUF, if the checkpoint's own cannot be.
+    `base_model` is that of an adapter, if it is not the one in its record.
     """
     engine, output = TARGETS[target], f"{checkpoint}-{target.replace('.', '')}"
     model, options, lines = output, f" --base-model {quote(base_model)}" if base_model else "", []
     if engine.reads == "gguf":
         file = f"{checkpoint}.gguf"
-        lines.append(f"python convert_hf_to_gguf.py {quote(weights or checkpoint)} --outfile {quote(file)}")
+        lines.append(f"python convert_hf_to_gguf.py {quote(checkpoint)} --outfile {quote(file)}")
         options += f" --gguf {quote(file)}"
         model = f"{output}/{Path(file).name}"
     lines.append(f"rope-extend export {quote(checkpoint)} --to {target}{options} --output {quote(output)}")
