@@ -190,13 +190,13 @@ class Measurement:
         """The rows, each control with a cropped context after the row of the same weights."""
         candidates, crops = self.candidates, self.crops
         plain = next(iter(candidates.plain_methods), None)
-        rows = []
-        for method, label in method_labels(candidates.encodings).items():
-            rows.append(RowSpec(label, method=method))
+        rows, labels = [], method_labels(candidates.encodings) | {PLAIN: candidates.plain_label}
+        for method in candidates.encodings:
+            rows.append(RowSpec(labels[method], method=method))
             if crops and method in candidates.plain_methods and (documents or method == plain):
                 rows.append(self._cropped(rows[-1]))
         if plain is None and controls and (crops or not documents):
-            control = RowSpec(PLAIN, method=PLAIN)
+            control = RowSpec(labels[PLAIN], method=PLAIN)
             rows.append(self._cropped(control) if crops else control)
         for adapter, label in adapter_labels(candidates.records).items():
             rows.append(RowSpec(label, adapter=adapter))

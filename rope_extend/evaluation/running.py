@@ -230,13 +230,13 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
 def _measured(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Measured:
     """What is measured so far."""
     values, missing = list[dict[str, Any]](), list[Cell]()
-    # The trained window and the names of documents are those of now, not of when a cell was measured.
+    # The trained window, labels and names of documents are those of now, not of when a cell was measured.
     for cell in cells:
         record = store.read(cell)
         if record is None:
             missing.append(cell)
             continue
-        record["trained_length"] = measurement.trained
+        record |= {"trained_length": measurement.trained, "label": cell.row.label}
         if cell.kind == PERPLEXITY:
             record["document"] = measurement.names[cell.number]
         values.append(record)
