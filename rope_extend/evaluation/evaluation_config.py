@@ -159,7 +159,7 @@ class ModelConfig(Config):
     ] = True
 
     # What not all measurements have as a setting.
-    documents = planned = True
+    documents = True
     protocol = "prefix"
     control_blocks = CONTROL_BLOCKS
     split_window = 1
@@ -330,7 +330,7 @@ class PromptConfig(ModelConfig):
 class RetrievalConfig(PromptConfig):
     """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`."""
 
-    documents = planned = False
+    documents = False
 
     command: ClassVar[str] = "retrieve"
     label: ClassVar[str] = "retrieval"

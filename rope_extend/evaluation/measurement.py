@@ -54,7 +54,7 @@ class Measurement:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
         load_options: how the model is loaded; by default as in `config`.
-        progress: show how many prompts are written.
+        progress: show the estimate, and how many prompts are written.
     """
 
     def __init__(
@@ -87,9 +87,11 @@ class Measurement:
         for method in candidates.encodings if config.split_window > 1 else ():
             with quiet_patching(), candidates.prepared(candidates.empty, method):
                 check_split(candidates.empty, config.split_window)
-        self.plan = self._plan() if config.planned else None
+        self.plan = self._plan()
         if self.plan is not None and texts:
             self.plan.check()
+            if progress:  # before prompts are written, which may take long
+                logger.info("%s", self.plan)
         self.documents: list[Document] = []
         self.names: list[str] = []
         self.tasks: dict[str, Task] = {}

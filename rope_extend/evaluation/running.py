@@ -85,9 +85,7 @@ def run(
     cells = measurement.cells()
     connected = processes(measurement.candidates.load_options.torch_device)
     left = measurement.missing(where) if where is not None and resume else cells
-    for text in (measurement.plan, measurement.work_text(left)):
-        if text is not None:
-            logger.info("%s", text)
+    logger.info("%s", measurement.work_text(left))
     with ExitStack() as stack:
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
