@@ -107,7 +107,7 @@ def test_the_main_process_shows_progress_as_prompts_are_written(
     assert bool(last) == (progress and rank == 0)
     assert any(line.startswith("plan: windows") for line in caplog.messages) == progress  # before all prompts
     with pytest.raises(RopeExtendError, match=r"tokens need about .* tokens fit"):  # before any prompt
-        Measurement(replace(config, lengths=(256, 1024), limit_memory=10**8), progress=progress)
+        Measurement(replace(config, lengths=(256, 1024), limit_memory=5 * 10**7), progress=progress)
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])
