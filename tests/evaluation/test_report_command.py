@@ -54,7 +54,8 @@ def test_from_a_model_to_a_verdict(
     assert [row.result.documents for row in rows] == [2, 2, 2]
     assert shown.startswith("Verdict:\n\nNot decided yet: ")
     assert re.search(
-        r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured \(--re", text
+        r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
+        text,
     )
     assert all(f"| {row.label} " in text for row in rows)
     assert {path.name for path in (tmp_path / "report").iterdir()} == {*BASIC, "cells.jsonl"}
