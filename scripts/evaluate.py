@@ -14,6 +14,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import rope_extend as rx
+from rope_extend.cli.arguments import flag_table, in_flags
+from rope_extend.evaluation.output_directory import check_files
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="directory, GGUF file or hub id of a model, or of what rope_extend saved")
@@ -28,9 +30,9 @@ parser.add_argument("--overwrite", action="store_true", help="replace table and 
 
 
 def main(args: argparse.Namespace) -> None:
-    output = Path(args.output)
-    if output.is_dir() and any(output.iterdir()) and not args.overwrite:
-        parser.error(f"{output} already holds files; use another directory, or --overwrite to replace them")
+    if args.documents < 1:
+        parser.error(f"--documents must be at least 1; got {args.documents}")
+    output = check_files(args.output, ("table.csv", "perplexity.svg"), overwrite=args.overwrite)
     lengths = rx.parse_lengths(args.lengths)
     base = args.base_model or rx.base_model_of(args.model)
     window = rx.info(base).current_length
@@ -81,5 +83,5 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(parser.parse_args())
-    except (rx.RopeExtendError, OSError, UnicodeError) as error:  # a mistake: one sentence, no traceback
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
+        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
+from rope_extend.cli.arguments import flag_table, in_flags
 from rope_extend.models.loading import pretrained
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,4 +76,4 @@ if __name__ == "__main__":
     try:
         main(parser.parse_args())
     except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")

@@ -23,7 +23,6 @@ def draw(path: Path = FRONT) -> Path:
     """Draw perplexity over the first N tokens of all documents, for N from 1k tokens on."""
     cells = [json.loads(line) for line in CELLS.open(encoding="utf-8")][1:]
     canvas = Canvas(path, "Beyond its window, plain RoPE fails;\nan extended model does not", room=16)
-    canvas.figure.set_size_inches(5.8, 3.6)  # its words can still be read on a phone
     for row, (words, raised) in LINES.items():
         results = [cell["result"] for cell in cells if cell["label"] == row]
         losses, targets = (

@@ -261,10 +261,15 @@ def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) 
         yield "Weights of 4 bits are slower, and the hours do not count that."
     if not memory.evaluates:
         yield "The run's evaluations do not fit next to the training. Evaluate after it."
+    if fields["data"] == BOOKS:
+        yield (
+            "The recipe trains on PG-19, books that it downloads from the hub. Without a network, or for "
+            "other texts, give long documents of your own with data=."
+        )
     if fields["data"] == BOOKS and question.target > LONGEST_BOOKS:
         yield (
             "PG-19 has books of about 100k tokens: few fill a longer block, and the run evaluates at up to "
-            f"{format_length(LONGEST_BOOKS)}. Give longer documents of your own with data=."
+            f"{format_length(LONGEST_BOOKS)}. Give longer documents."
         )
     if fields.get("positions"):
         yield (

@@ -107,15 +107,13 @@ def info(arguments: argparse.Namespace) -> None:
         "family": model.model_type,
         "encoding": model.encoding or "unknown to rope_extend",
         "rope_parameters": model.rope_parameters,
-        "trained window": f"{shape.trained_length} tokens; the config claims {model.window}",
-        "present window": f"{model.current_length} tokens, under its present table",
-        "start": f"{model.start}: {model.start_reason}",
-        "rotated": f"{shape.dim} of {model.head_dim} channels per head, base {shape.theta:g}",
-        "slow channels": f"{model.slow_channels} of {shape.dim // 2} pairs completed no turn in training",
+        "trained window": f"{shape.trained_length} tokens; its config has a window of {model.window}",
+        "present window": f"{model.current_length} tokens, with its present encoding",
+        "to extend": f"start={model.start}, because {model.start_reason}",
+        "RoPE": f"rotates {shape.dim} of {model.head_dim} channels of a head, in pairs; base {shape.theta:g}",
+        "slow pairs": f"{model.slow_channels} of {shape.dim // 2}: the last ones, which make no whole turn "
+        "within the trained window",
     }
-    if shape.dim >= 4:
-        first, last = critical_range(shape)
-        rows["critical pair"] = f"{last} in theory; LongRoPE2 searches from {first} to {last}"
     for name, value in rows.items():
         print(f"{name:<16}{value}")
     if model.record:

@@ -233,9 +233,17 @@ def _check_flags(parser: Parser, words: Sequence[str]) -> None:
     """Name the nearest flag for one that does not exist, before argparse misses what it should have set."""
     flags = set(flag_table(parser).values())
     for flag in (word.partition("=")[0] for word in words if word[:2] == "--" != word):
-        near = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
-        if near and not any(known.startswith(flag) for known in flags):
-            parser.error(f"no option is named {flag!r}. Did you mean {near[0]!r}?")
+        if any(known.startswith(flag) for known in flags):
+            continue
+        others = {name: {*flag_table(each).values(), *re.findall(r"--[\w-]+", each.epilog or "")}
+                  for name in COMMANDS for each in [command_parser(name)]}  # fmt: skip
+        near = difflib.get_close_matches(flag.replace("_", "-"), flags.union(*others.values()), n=1)
+        if near:
+            names = [
+                name for name, known in others.items() if any(each.startswith(near[0]) for each in known)
+            ]
+            here = f"Did you mean {near[0]!r}?" if near[0] in flags else f"These have it: {', '.join(names)}"
+            parser.error(f"no option is named {flag!r}. {here}")
 
 
 def _log_to_stderr() -> None:
@@ -247,6 +255,9 @@ def _log_to_stderr() -> None:
     logger.setLevel(logging.INFO if is_main_process() else logging.ERROR)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler(sys.stderr))
+    # Without a network, bitsandbytes warns of a faster kernel for 4 bits on a CPU, whenever peft is imported.
+    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    kernels.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())
     # peft uses the old name of something that transformers has renamed. A user can do nothing about it.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 

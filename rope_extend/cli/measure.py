@@ -91,7 +91,7 @@ def report(arguments: argparse.Namespace) -> None:
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     text = "directories of reports; the same one twice compares its rows, with --row"
-    parser.add_argument("runs", type=path, nargs=2, metavar="RUN", help=text)
+    parser.add_argument("runs", type=path, nargs="*", metavar="RUN", help=text)
     text = (
         "row to compare: once for both runs, or twice, for the first and the second run (default: all labels "
         "that both runs have)"
@@ -112,6 +112,11 @@ def compare(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report_parts import comparison_parts
     from rope_extend.report.page import markdown
 
+    if len(arguments.runs) != 2:
+        raise RopeExtendError(
+            f"compare needs two runs, and got {len(arguments.runs)}; to compare two rows of one run, give it "
+            "twice: compare RUN RUN --row LABEL --row LABEL"
+        )
     if arguments.output:
         check_new(Path(arguments.output), overwrite=arguments.overwrite)
     first, second = arguments.runs
@@ -195,7 +200,7 @@ def _print_plan(config: ModelConfig, arguments: argparse.Namespace) -> None:
     measurement = Measurement(config, texts=False)
     fits = measurement.plan is None or measurement.plan.longest_fit is None
     if config.data and fits:  # else the plan says what does not fit, without the work
-        measurement = Measurement(config)
+        measurement = Measurement(config, progress=False)
     cells = measurement.missing(config.output) if arguments.resume and config.output else measurement.cells()
     work, plan = measurement.work_text(cells).splitlines() if config.data and fits else [], measurement.plan
     if plan is None:

@@ -21,7 +21,9 @@ from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.labels import method_labels
+from rope_extend.evaluation.results import SAME_WEIGHTS
 from rope_extend.memory.meta_device import quiet_patching
+from rope_extend.method_names import CURRENT
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, is_adapter
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions
@@ -85,6 +87,12 @@ class Candidates:
     def trained_length(self) -> int:
         """The pretrained window in tokens."""
         return self.info.shape.trained_length
+
+    @property
+    def plain_label(self) -> str:
+        """The label of plain RoPE, which says if it is not the model before its extension."""
+        own = self.info.encoding != PLAIN and (self.info.record is not None or self.info.start == CURRENT)
+        return SAME_WEIGHTS if own else PLAIN
 
     @property
     def plain_methods(self) -> list[str]:

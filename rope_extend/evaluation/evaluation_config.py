@@ -111,13 +111,12 @@ class ModelConfig(Config):
     methods: Annotated[
         tuple[str, ...] | None,
         _METHODS,
-        "untrained rows: methods by name, none for plain RoPE, as-is for the checkpoint's own encoding "
-        "(default: as-is, or no such row if there are adapters)",
+        "untrained rows: methods by name, none for plain RoPE, as-is for the checkpoint's own encoding",
     ] = None
     lengths: Annotated[
         tuple[int, ...] | None,
         LENGTHS,
-        "lengths in tokens, such as 4k,8k,32k (default: the trained window and its doublings up to 8x)",
+        "lengths in tokens, such as 4k,8k,32k",
     ] = None
     data: Annotated[
         str | tuple[str, ...] | None,
@@ -159,12 +158,17 @@ class ModelConfig(Config):
     ] = True
 
     # What not all measurements have as a setting.
-    documents = planned = True
+    documents = True
     protocol = "prefix"
     control_blocks = CONTROL_BLOCKS
     split_window = 1
     chunk = max_tokens = cast("int | None", None)
 
+    default_texts: ClassVar[Mapping[str, str]] = {
+        "methods": f"{AS_IS}, or no such row if there are adapters",
+        "lengths": "the trained window and its doublings up to 8x",
+    }
+    """What help says of defaults that are computed."""
     command: ClassVar[str] = "evaluate"
     """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
@@ -201,7 +205,8 @@ class ModelConfig(Config):
     @classmethod
     def default_text(cls, item: Field[Any]) -> str | None:
         """The default of a field for help; booleans and empty lists need none."""
-        return None if item.default == () or isinstance(item.default, bool) else super().default_text(item)
+        plain = None if item.default == () or isinstance(item.default, bool) else super().default_text(item)
+        return cls.default_texts.get(item.name, plain)
 
 
 @dataclass(frozen=True)
@@ -324,7 +329,7 @@ class PromptConfig(ModelConfig):
 class RetrievalConfig(PromptConfig):
     """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`."""
 
-    documents = planned = False
+    documents = False
 
     command: ClassVar[str] = "retrieve"
     label: ClassVar[str] = "retrieval"
@@ -340,8 +345,12 @@ class RetrievalConfig(PromptConfig):
         return self.prompts_at({*lengths, trained} if self.cropped else lengths, optional_length)
 
 
-METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
-"""The untrained rows of a report, if none are named."""
+METHODS = ("none", "yarn", "dynamic_yarn", "jet_long", "self_extend", "rerope")
+"""The untrained rows of a report, if none are named.
+
+`yarn` is what most engines run. `dynamic_yarn` and `jet_long` leave short texts as they were, and `jet_long`
+has the lowest perplexity. `self_extend` and `rerope` find the most passkeys.
+"""
 
 
 @dataclass(frozen=True)
@@ -358,6 +367,10 @@ class StudyConfig(PromptConfig):
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
     control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
 
+    default_texts: ClassVar[Mapping[str, str]] = {
+        "methods": f"{', '.join(METHODS)}; with adapters, {PLAIN} alone",
+        "lengths": "target_length and three halvings of it",
+    }
     command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"
     examples: ClassVar[str] = "configs/results/"

@@ -54,7 +54,7 @@ class Measurement:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
         load_options: how the model is loaded; by default as in `config`.
-        progress: show how many prompts are written.
+        progress: show the estimate, and how many prompts are written.
     """
 
     def __init__(
@@ -87,9 +87,11 @@ class Measurement:
         for method in candidates.encodings if config.split_window > 1 else ():
             with quiet_patching(), candidates.prepared(candidates.empty, method):
                 check_split(candidates.empty, config.split_window)
-        self.plan = self._plan() if config.planned else None
+        self.plan = self._plan()
         if self.plan is not None and texts:
             self.plan.check()
+            if progress:  # before prompts are written, which may take long
+                logger.info("%s", self.plan)
         self.documents: list[Document] = []
         self.names: list[str] = []
         self.tasks: dict[str, Task] = {}
@@ -190,13 +192,13 @@ class Measurement:
         """The rows, each control with a cropped context after the row of the same weights."""
         candidates, crops = self.candidates, self.crops
         plain = next(iter(candidates.plain_methods), None)
-        rows = []
-        for method, label in method_labels(candidates.encodings).items():
-            rows.append(RowSpec(label, method=method))
+        rows, labels = [], method_labels(candidates.encodings) | {PLAIN: candidates.plain_label}
+        for method in candidates.encodings:
+            rows.append(RowSpec(labels[method], method=method))
             if crops and method in candidates.plain_methods and (documents or method == plain):
                 rows.append(self._cropped(rows[-1]))
         if plain is None and controls and (crops or not documents):
-            control = RowSpec(PLAIN, method=PLAIN)
+            control = RowSpec(labels[PLAIN], method=PLAIN)
             rows.append(self._cropped(control) if crops else control)
         for adapter, label in adapter_labels(candidates.records).items():
             rows.append(RowSpec(label, adapter=adapter))

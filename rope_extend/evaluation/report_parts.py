@@ -9,7 +9,7 @@ from functools import partial
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
 from rope_extend.evaluation.protocols import PROTOCOLS
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.results import SAME_WEIGHTS, EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.files import public_name
 from rope_extend.report.page import Part, Picture
@@ -155,6 +155,12 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
         notes.append(f"Trained window: {trained} tokens.")
         if first.protocol != "prefix" and not first.cropped and first.max_length > trained:
             notes.append("No control with a cropped context: the protocol prefix has one.")
+    if any(row.of_same_weights for row in rows):
+        notes.append(
+            f"{SAME_WEIGHTS}: plain RoPE with the weights of this checkpoint, which were saved with another "
+            "encoding. This is not the model before its extension. To see what the extension gives, evaluate "
+            "that model, with the adapter."
+        )
     for row in rows:
         if row.result.cropped:
             notes.append(f"{row.label}: {_control_note(row.result)}")
@@ -176,8 +182,10 @@ def _control_note(result: PerplexityResult) -> str:
 
 def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared") -> list[Section]:
     """Both perplexities of each pair, their difference with its interval, and their ratio; and both rates."""
-    losses: list[Line] = [["", "length", "before", "after", "ratio", "difference, nats", "95 % interval"]]
-    scores: list[Line] = [["", "task", "length", "before", "after", "points"]]
+    same_weights = any(pair.first.of_same_weights for pair in comparisons)
+    both = ["plain RoPE", "row"] if same_weights else ["before", "after"]
+    losses: list[Line] = [["", "length", *both, "ratio", "difference, nats", "95 % interval"]]
+    scores: list[Line] = [["", "task", "length", *both, "points"]]
     gains = [pair for pair in comparisons if pair.beyond]
     for pair in comparisons:
         name = pair.second.label if len({each.first.label for each in comparisons}) == 1 else pair.label
@@ -194,15 +202,15 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared
         first = comparisons[0].first
         notes = [
             f"Text {first.result.data}, protocol {first.result.measured_by}.",
-            "Difference: mean loss after minus before; below zero, and a ratio below 1, is better. The "
-            "interval is Student's t over documents, and needs three. If it contains zero, there is no clear "
-            "difference.",
+            f"Difference: mean loss {both[1]} minus {both[0]}; below zero, and a ratio below 1, is better. "
+            "The interval is Student's t over documents, and needs three. If it contains zero, there is no "
+            "clear difference.",
         ]
         sections.append(Section(f"Perplexity {heading}", losses, notes))
     if len(scores) > 1:
         notes = [
-            "Points: share of prompts solved after minus before; above zero is better. The interval is "
-            "Newcombe's for paired proportions."
+            f"Points: share of prompts solved {both[1]} minus {both[0]}; above zero is better. The interval "
+            "is Newcombe's for paired proportions."
         ]
         sections.append(Section(f"Retrieval {heading}", scores, notes))
     return sections

@@ -15,6 +15,9 @@ from rope_extend.evaluation.protocols import WEAK_CONTROL, control_targets, prot
 from rope_extend.evaluation.statistics import Difference, Rate, RateDifference, paired, paired_rates, plain
 from rope_extend.units import format_length
 
+SAME_WEIGHTS = "none, same weights"
+"""Label of plain RoPE with the weights of a checkpoint that was saved with another encoding."""
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
@@ -401,6 +404,11 @@ class EvaluationRow(_FromPlain):
     def cropped(self) -> bool:
         """Whether the context was cropped. Then this is a control, not a result."""
         return self.result.cropped or self.retrieval.crop is not None
+
+    @property
+    def of_same_weights(self) -> bool:
+        """Whether this is plain RoPE with weights of another encoding: not the model before its extension."""
+        return self.label.startswith(SAME_WEIGHTS)
 
     def control_in(self, rows: Sequence[EvaluationRow]) -> EvaluationRow | None:
         """The row that this one is compared with beyond the trained window; None if it was not measured.

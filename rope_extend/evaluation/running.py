@@ -85,9 +85,7 @@ def run(
     cells = measurement.cells()
     connected = processes(measurement.candidates.load_options.torch_device)
     left = measurement.missing(where) if where is not None and resume else cells
-    for text in (measurement.plan, measurement.work_text(left)):
-        if text is not None:
-            logger.info("%s", text)
+    logger.info("%s", measurement.work_text(left))
     with ExitStack() as stack:
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
@@ -230,13 +228,13 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
 def _measured(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Measured:
     """What is measured so far."""
     values, missing = list[dict[str, Any]](), list[Cell]()
-    # The trained window and the names of documents are those of now, not of when a cell was measured.
+    # The trained window, labels and names of documents are those of now, not of when a cell was measured.
     for cell in cells:
         record = store.read(cell)
         if record is None:
             missing.append(cell)
             continue
-        record["trained_length"] = measurement.trained
+        record |= {"trained_length": measurement.trained, "label": cell.row.label}
         if cell.kind == PERPLEXITY:
             record["document"] = measurement.names[cell.number]
         values.append(record)

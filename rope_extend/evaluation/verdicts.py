@@ -62,7 +62,7 @@ class Decision(NamedTuple):
     Attributes:
         verdicts: on each row that is compared with a cropped context; controls have none.
         train: whether no untrained row will do.
-        section: a table of the criteria, if a row has a verdict, and a sentence that says what to do.
+        section: a sentence that says what to do, and a table of the criteria, if a row has a verdict.
     """
 
     verdicts: list[Verdict]
@@ -83,18 +83,17 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
     judged = _verdicts(rows, unfinished)
     sentence, train = _sentence(rows, judged, unfinished, longest)
     if not judged:
-        return Decision(judged, train, Section("Verdict", notes=[sentence]))
+        return Decision(judged, train, Section("Verdict", lead=sentence))
     documents = max(row.result.documents for row in rows if row.result)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
     notes = [
-        sentence,
         f"✓ beyond {window}: lower than with a cropped context, beyond doubt: at most 3% of such claims are "
         f"wrong. In brackets, the 95 % interval over {documents} documents.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
         f"{MOST_COST - 1:.0%} more than plain RoPE.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
-    return Decision(judged, train, Section("Verdict", [head, *lines], notes))
+    return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
 
 
 def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> list[Verdict]:
@@ -173,8 +172,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult) -> str:
     words, useful = _gain(Comparison(base, EvaluationRow("the model", result=result), [change]))
     window, longest = format_length(control.window or 0), format_length(change.length)
     said = (
-        f"from {window} to {longest}, compared with a cropped context, perplexity of {change.documents} "
-        f"documents is {words}"
+        f"from {window} to {longest}, perplexity of {change.documents} documents, compared with a cropped "
+        f"context: {words}"
     )
     worse = change.clear and change.nats > 0
     if useful:
@@ -191,19 +190,19 @@ def _gain(comparison: Comparison) -> Criterion:
         return Criterion(f"{control.label} has no finite perplexity", None)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
-    percent = 100 * (1 - change.ratio)
-    words = f"{abs(percent):.1f} % {'lower' if percent >= 0 else 'higher'}"
-    if comparison.second.adapter is not None and control.adapter is None:
-        words += " than before training"
+    words = f"{_percent(change.ratio)} %"
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None)
-    ends = sorted((1 if percent >= 0 else -1) * 100 * (1 - ppl(end)) for end in (change.low, change.high))
-    unclear = "" if change.clear else ", which may be chance"
-    if change.clear and change.certain is False and change.nats < 0:  # success needs more than the interval
-        unclear = ", too uncertain for a success"
-    words += f" ({ends[0]:.1f} to {ends[1]:.1f}){unclear}"
-    if control.result.is_weak and change.nats < 0:
-        return Criterion(f"{words}; but the control, {control.result.protocol}, is too weak", None)
+    words += f" ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
+    if comparison.second.adapter is not None and control.adapter is None:
+        words += ", compared with before training"
+    if not change.clear:
+        words += ", which may be chance"
+    elif change.certain is False and change.nats < 0:  # success needs more than the interval
+        words += ", too uncertain for a success"
+    weak = control.result.protocol if control.result.is_weak else control.of_same_weights and control.label
+    if weak and change.nats < 0:
+        return Criterion(f"{words}; but the control, {weak}, is too weak", None)
     if change.certain is None and (change.nats < 0 or not change.clear):
         return Criterion(f"{words}; give at least {FEWEST_TO_DECIDE} documents", None)
     return Criterion(words, bool(change.certain))
@@ -229,4 +228,12 @@ def _cost(regression: Comparison | None) -> Criterion:
         return Criterion(f"{plain.label} has no finite perplexity", None)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
-    return Criterion(f"{signed(100 * (change.ratio - 1), '+.1f')} %", change.ratio <= MOST_COST)
+    words = f"{_percent(change.ratio)} %"
+    if plain.of_same_weights:
+        return Criterion(f"{words}, compared with {plain.label}", None)
+    return Criterion(words, change.ratio <= MOST_COST)
+
+
+def _percent(ratio: float) -> str:
+    """A ratio of perplexities as a change in percent, with its sign: below zero is better."""
+    return signed(100 * (ratio - 1), "+.1f")

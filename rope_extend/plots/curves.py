@@ -84,7 +84,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         if np.nanmin(values, initial=math.inf) > top:
             style["label"] += " (above)"
         draw_line(axes, positions, values, inside=bool(compared), **style)
-    axes.set_ylabel(f"perplexity, {WITH_CROPPED}" if compared else "loss, nats per token", color=INK)
+    axes.set_ylabel("perplexity" if compared else "loss, nats per token", color=INK)
     in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)
     text = f"position in the {'document' if in_documents else 'window'}, tokens"
     length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)
@@ -106,7 +106,7 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
 
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
-    beyond = f"beyond {format_length(control.window)} tokens"
+    beyond = f"beyond {format_length(control.window)}"
     before = " before training" if row.adapter and not controls[id(row)].adapter else ""
     subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{'s' * (gain.documents > 1)}"
     if control.is_weak:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from rope_extend.units import format_length
 def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     """Draw the share of trials solved against length, with 95 % intervals and the trained window marked.
 
+    At each length, the rows are next to each other, so that none hides another.
+
     Args:
         rows: `EvaluationRow`s, one line each; those without the task are left out.
         task: the name of the task.
@@ -36,10 +39,13 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     rows = [row for row in rows if task in row.retrieval.tasks]
     canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
     axes = canvas.axes
-    for row, style in line_styles(rows):
+    measured = sorted({n for row in rows for n in row.retrieval.lengths(task)})
+    nearest = min([after / before for before, after in pairwise(measured)], default=2)
+    for number, (row, style) in enumerate(line_styles(rows)):
         lengths = row.retrieval.lengths(task)
+        shift = nearest ** (0.6 * ((number + 0.5) / len(rows) - 0.5))
         rates = [rate for length in lengths if (rate := row.retrieval.rate(task, length)) is not None]
-        x, y = np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
+        x, y = shift * np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
         axes.vlines(
             x, [100 * rate.low for rate in rates], [100 * rate.high for rate in rates], color=style["color"],
             linewidth=INTERVAL, alpha=0.18, zorder=2,
@@ -47,7 +53,8 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
         draw_line(axes, x, y, **style)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("trials solved, %", color=INK)
-    length_axis(axes, sorted({n for row in rows for n in row.retrieval.lengths(task)}), "length, tokens")
+    length_axis(axes, measured, "length, tokens")
+    axes.set_xlim(measured[0] / nearest**0.6, measured[-1] * nearest**0.6)
     mark_window(axes, rows[0].trained_length)
     return canvas.save()
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 from zlib import crc32
 
@@ -32,21 +33,23 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07a00", "#6f4ba8", "#0
 PLAIN = "#5f5f5f"
 """The colour of plain RoPE and of models that were not changed."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
-METHODS = (  # of each colour of the palette: methods that are often in one picture have different ones
-    "linear alibi learned power sinusoidal",
+METHODS = (  # of each colour of the palette: those of a report by default differ for the colour-blind too
+    "jet_long alibi learned power sinusoidal",
     "ntk clipped linear_attention rerope string",
     "yarn drope logn resonance t5_bias",
-    "dynamic_ntk dual_chunk near_far sandwich truncated",
-    "dynamic_yarn dynamic_linear nope self_extend xpos",
-    "longrope fire ntk_by_parts shaw",
-    "llama3 jet_long ntk_mixed short_original",
-    "abf kerple p_rope sinks",
+    "self_extend sandwich truncated",
+    "dual_chunk dynamic_linear nope sinks xpos",
+    "dynamic_ntk longrope fire ntk_by_parts shaw",
+    "linear llama3 near_far ntk_mixed short_original",
+    "dynamic_yarn abf kerple p_rope",
 )
 INK, QUIET, _GRID = "#222222", "#777777", "#E4E4E4"
-SIZE = (8.0, 4.8)
-"""Width and height of a picture in inches, without its legend."""
+SIZE = (5.8, 3.6)
+"""Width and height of a picture in inches, without its legend. Its words can still be read on a phone."""
 TITLE_TEXT, TEXT = 13.0, 9.5
 """Sizes of the heading and of all other text, in points."""
+LINE_OF_TITLE, LINE_OF_TEXT = 46, 72
+"""Characters of these that fit into the width of a picture."""
 LINE, MARKER, INTERVAL = 1.8, 5.5, 4.0
 """Widths of lines, of their markers and of intervals, in points."""
 MOST_TICKS = 12
@@ -75,10 +78,12 @@ class Canvas:
         self.axes.tick_params(colors=INK, labelsize=TEXT)
         self.axes.grid(axis="y", color=_GRID, linewidth=0.8)
         self.axes.set_axisbelow(True)
-        pad = room + (26 if subtitle else 10)
+        below = fill(subtitle, LINE_OF_TEXT)
+        pad = room + 10 + 14 * len(below.splitlines())
+        title = "\n".join(fill(line, LINE_OF_TITLE) for line in title.splitlines())
         self.axes.set_title(title, loc="left", color=INK, fontsize=TITLE_TEXT, fontweight="bold", pad=pad)
         self.axes.annotate(
-            subtitle, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
+            below, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
             color=QUIET, fontsize=TEXT, parse_math=False,
         )  # fmt: skip
 
@@ -89,7 +94,7 @@ class Canvas:
         """
         handles, labels = self.axes.get_legend_handles_labels()
         if labels:
-            columns = max(1, min(3, 105 // (max(map(len, labels)) + 10)))
+            columns = max(1, min(3, 84 // (max(map(len, labels)) + 8)))
             width, height = self.figure.get_size_inches()
             self.figure.set_size_inches(width, height + 0.2 * math.ceil(len(labels) / columns))
             shown = self.figure.legend(
@@ -124,7 +129,7 @@ def _method_style(method: str) -> tuple[str, int]:
     """
     name = method.partition("(")[0].strip()
     if name == "none" or name not in method_names():
-        return PLAIN, len(PALETTE)
+        return PLAIN, len(MARKERS) - 1
     for number, names in enumerate(METHODS):
         if name in (listed := names.split()):
             return PALETTE[number], number + listed.index(name)

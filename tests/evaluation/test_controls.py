@@ -31,7 +31,7 @@ from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import markdown_report
-from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.results import SAME_WEIGHTS, EvaluationRow
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import lora_config
 
@@ -291,6 +291,27 @@ def test_a_method_that_changes_nothing_is_refused_before_any_weights(
         main([*(places.get(word, word) for word in command.split()), "--methods", "none,yarn"])
     assert f"yarn leaves the rotary tables of {model} unchanged; leave it out" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_plain_rope_with_weights_of_another_encoding_is_not_called_the_model_before(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever trained it: by its record, or by scaling that its config states as its window."""
+    model = rx.load_any(work / "model")
+    rx.extend(model, 128, "yarn")
+    rx.save(model, tmp_path / "saved", tokenizer=rx.load_tokenizer(work / "model"))
+    scaled = scaled_copy(work / "model", tmp_path, "yarn")
+    same = SAME_WEIGHTS
+    for directory, label in ((tmp_path / "saved", same), (scaled, same), (work / "model", "none")):
+        config = EvaluationConfig(model=str(directory), methods=("none",), lengths=(32, 128))
+        rows = Measurement(config, texts=False).rows
+        assert [row.label for row in rows] == [label, f"{label}, cropped to 32"]
+    words = ["--lengths", "32,128", "--retrieval", "1", "--output", str(tmp_path / "report")]
+    main(["evaluate", str(tmp_path / "saved"), "--data", str(work / "data"), *words])
+    text = capsys.readouterr().out
+    assert "before " not in text.replace("before its extension", "")
+    assert f"- {same}: plain RoPE with the weights of this checkpoint" in text
+    assert "| plain RoPE | " in text
 
 
 def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: Path, tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 from test_report import TRAINED, row, several_rows
 
 import rope_extend as rx
+from rope_extend.evaluation.evaluation_config import METHODS
 from rope_extend.evaluation.results import RetrievalResult, Scores
 from rope_extend.plots import curves as plots
 from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
-from rope_extend.plots.style import Canvas
+from rope_extend.plots.style import Canvas, method_colour
 from rope_extend.units import format_length
 
 SAVE = Canvas.save
@@ -58,7 +59,7 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
     assert path == tmp_path / "deep" / "perplexity.png"
     with Image.open(SAVE(drawn[0])) as image:
-        assert image.width == 1600
+        assert image.width == 1160
         assert len(image.convert("RGB").getcolors(2**20)) > 100
     (legend,), figure = drawn[0].figure.legends, drawn[0].figure
     figure.draw_without_rendering()
@@ -81,7 +82,20 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
     plots.plot_perplexity(several, tmp_path / "b.png")
     styles = {(to_hex(line.get_color()), line.get_marker()) for line in lines(drawn[1].axes).values()}
     assert len(styles) == 5
-    assert len({colour for colour, _ in styles}) == 4
+    assert len({colour for colour, _ in styles}) == 5
+
+
+def test_the_methods_of_a_report_have_colours_that_the_colour_blind_distinguish() -> None:
+    """Without the difference of red and green, or of blue and yellow (Viénot 1999, Machado 2009)."""
+    colours = np.array([to_rgb(method_colour(method)) for method in METHODS])
+    for blind in (
+        [[0.1122, 0.8878, 0], [0.1122, 0.8878, 0], [0.004, -0.004, 1]],
+        [[0.2928, 0.7072, 0], [0.2928, 0.7072, 0], [-0.0223, 0.0223, 1]],
+        [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+    ):
+        seen = np.clip(colours**2.2 @ np.transpose(blind), 0, 1) ** (1 / 2.2)
+        apart = np.linalg.norm(seen[:, None] - seen[None], axis=-1) + np.eye(len(METHODS))
+        assert apart.min() > 0.1
 
 
 def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
@@ -129,7 +143,7 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     np.testing.assert_allclose(y, np.where(x > 128, 100 * math.expm1(-0.1), 0), atol=1e-9)
     # 128 of the 224 targets beyond the window have the gain.
     gain = 100 * -math.expm1(-0.1 * 128 / 224)
-    assert axes.get_title(loc="left") == f"better: {gain:.1f} % lower perplexity beyond 32 tokens"
+    assert axes.get_title(loc="left") == f"better: {gain:.1f} % lower perplexity beyond 32"
     low, high = axes.get_ylim()
     assert low < 100 * math.expm1(-0.1) < 0 < high < 20  # what fails leaves the picture, and a gain fills it
     assert lines(axes)["better"].get_linewidth() > lines(axes)["failed"].get_linewidth()
@@ -138,7 +152,7 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     trained = replace(trained, result=replace(trained.result, block_nll=better.result.block_nll))
     plots.plot_loss_by_position([control, trained, replace(better, adapter="b")], tmp_path / "c.png")
     assert not lines(drawn[1].axes)["better"].get_ydata().any()
-    assert drawn[1].axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32 tokens"
+    assert drawn[1].axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32"
     # The largest gain may be unclear where a smaller one is clear: that one is named.
     unclear = at("unclear", -0.3)
     wide = unclear.result.block_nll + 60 * spread
@@ -174,7 +188,9 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     assert shares == {"20": (0, 0), "50": (0, 1), "100": (0, 2)}
     plot_accuracy([one, replace(one, label="two")], "passkey", tmp_path / "line.png")
     (length,), (rate,) = drawn[1].axes.lines[0].get_data()
-    assert (length, rate) == (1000, pytest.approx(170 / 3))
+    assert rate == pytest.approx(170 / 3)
+    (next_to_it,), _ = drawn[1].axes.lines[1].get_data()
+    assert length < 1000 < next_to_it < 1.5 * length  # so that neither hides the other
     plot_heat_map(replace(one, retrieval=RetrievalResult((*cells, *longer))), "passkey", tmp_path / "two.png")
     axes = drawn[-1].axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == [format_length(1000), "2k"]

@@ -52,9 +52,10 @@ def test_from_a_model_to_a_verdict(
     rows = read_results(tmp_path / "report")
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
-    assert shown.startswith("Verdict:\n\n|")
+    assert shown.startswith("Verdict:\n\nNot decided yet: ")
     assert re.search(
-        r"\n\nVerdict:\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured \(--retrieval-l", text
+        r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
+        text,
     )
     assert all(f"| {row.label} " in text for row in rows)
     assert {path.name for path in (tmp_path / "report").iterdir()} == {*BASIC, "cells.jsonl"}

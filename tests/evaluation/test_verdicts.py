@@ -18,7 +18,13 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
 from rope_extend.evaluation.report_files import markdown_report
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, Scores
+from rope_extend.evaluation.results import (
+    SAME_WEIGHTS,
+    EvaluationRow,
+    PerplexityResult,
+    RetrievalResult,
+    Scores,
+)
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.evaluation.verdicts import Criterion, _gain, decide, verdict
 
@@ -62,6 +68,7 @@ def cropped(level: float, adapter: str | None = None, **changes: Any) -> Evaluat
 
 
 PLAIN, CONTROL = judged("none", 1.0), cropped(1.0)
+SAME = replace(PLAIN, label=SAME_WEIGHTS)
 WEAK = replace(CONTROL, result=replace(CONTROL.result, protocol="cropped-half"))
 RUN = replace(PLAIN, label="LoRA", adapter="runs/control", target_length=32)
 
@@ -70,8 +77,9 @@ RUN = replace(PLAIN, label="LoRA", adapter="runs/control", target_length=32)
 def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, above: float) -> None:
     change = Difference(64, nats, nats - below, nats + above, math.exp(nats), 9, nats + above < 0)
     words, used = _gain(Comparison(row("control", "none", 2.0), row("yarn", "yarn", 2.0), [change]))
-    gain, low, high = map(float, re.findall(r"-?\d+\.\d", words))
+    gain, low, high = map(float, re.findall(r"[+-]\d+\.\d", words))  # all have their sign
     assert low - 0.06 <= gain <= high + 0.06  # each is rounded to 0.1
+    assert gain == pytest.approx(100 * math.expm1(nats), abs=0.06)
     assert used == (nats + above < 0)
     assert ("chance" in words) == (nats - below <= 0 <= nats + above)
 
@@ -82,8 +90,8 @@ def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, a
         (-0.03, 0.02, 6, False, "too uncertain for a success", False),
         (-0.01, 0.02, 3, None, "which may be chance; give at least 5 documents", None),
         (0.01, 0.02, 3, None, "which may be chance; give at least 5 documents", None),
-        (0.05, 0.02, 3, None, "higher (3.0 to 7.3)", False),
-        (-0.05, None, 2, None, "lower (too few documents for an interval)", None),
+        (0.05, 0.02, 3, None, "+5.1 % (+3.0 to +7.3)", False),
+        (-0.05, None, 2, None, "-4.9 % (too few documents for an interval)", None),
     ],
 )
 def test_few_documents_decide_only_what_is_clear(
@@ -97,8 +105,8 @@ def test_few_documents_decide_only_what_is_clear(
 
 
 YES, NO, OPEN = (
-    "9.5 % lower (9.5 to 9.5)",
-    "10.5 % higher (10.5 to 10.5)",
+    "-9.5 % (-9.5 to -9.5)",
+    "+10.5 % (+10.5 to +10.5)",
     "not measured (--retrieval-lengths)",
 )
 FOUND, LOST = "passkey 100% (83–100), 100% at the worst depth", "passkey 90% (68–99), 80% at the worst depth"
@@ -128,9 +136,13 @@ FOUND, LOST = "passkey 100% (83–100), 100% at the worst depth", "passkey 90% (
          [(f"{YES}; but the control, cropped-half, is too weak", None), (FOUND, True), ("-9.5 %", True)],
          None),
         ([PLAIN, WEAK, judged("yarn", 1.1)], [(NO, False), (OPEN, None), ("+10.5 %", False)], False),
+        # Nor is one over plain RoPE with weights that were trained under another encoding.
+        ([SAME, replace(CONTROL, label=f"{SAME.label}, cropped"), judged("as-is", 0.9, 1.0)],
+         [(f"{YES}; but the control, {SAME.label}, cropped, is too weak", None), (FOUND, True),
+          (f"-9.5 %, compared with {SAME.label}", None)], None),
         # A trained row is compared with a trained control, if there is one.
         ([PLAIN, CONTROL, judged("run", 0.9, 1.0, "a")],
-         [("9.5 % lower than before training (9.5 to 9.5)", True), (FOUND, True), ("-9.5 %", True)], True),
+         [(f"{YES}, compared with before training", True), (FOUND, True), ("-9.5 %", True)], True),
         ([PLAIN, cropped(1.0, "b"), judged("run", 0.9, 1.0, "a")],
          [(YES, True), (FOUND, True), ("-9.5 %", True)], True),
     ],
@@ -221,21 +233,21 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 )  # fmt: skip
 def test_the_sentence(rows: list[EvaluationRow], missing: list[str], said: str) -> None:
     decision = decide([CONTROL, *rows], missing)
-    assert decision.section.notes[0] == said
+    assert decision.section.lead == said
     assert decision.train == said.startswith("No row meets")
 
 
 @pytest.mark.parametrize(
     ("level", "documents", "said"),
     [
-        (0.9, 5, "The longer context is of use, certainly: from 32 to 64, compared with a cropped context, "
-         "perplexity of 5 documents is 9.5 % lower (9.5 to 9.5)."),
-        (1.1, 5, "The longer context is of no use: from 32 to 64, compared with a cropped context, "
-         "perplexity of 5 documents is 10.5 % higher (10.5 to 10.5)."),
-        (NAN, 5, "The longer context is of no use: from 32 to 64, compared with a cropped context, "
-         "perplexity of 5 documents is not finite."),
-        (0.9, 2, "It is not certain that the longer context is of use: from 32 to 64, compared with a "
-         "cropped context, perplexity of 2 documents is 9.5 % lower (too few documents for an interval)."),
+        (0.9, 5, "The longer context is of use, certainly: from 32 to 64, perplexity of 5 documents, "
+         "compared with a cropped context: -9.5 % (-9.5 to -9.5)."),
+        (1.1, 5, "The longer context is of no use: from 32 to 64, perplexity of 5 documents, "
+         "compared with a cropped context: +10.5 % (+10.5 to +10.5)."),
+        (NAN, 5, "The longer context is of no use: from 32 to 64, perplexity of 5 documents, "
+         "compared with a cropped context: not finite."),
+        (0.9, 2, "It is not certain that the longer context is of use: from 32 to 64, perplexity of 2 "
+         "documents, compared with a cropped context: -9.5 % (too few documents for an interval)."),
     ],
 )  # fmt: skip
 def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> None:
@@ -252,9 +264,9 @@ def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> N
 def test_a_report_on_tasks_alone_says_what_is_missing() -> None:
     rows = [replace(each, result=PerplexityResult()) for each in (PLAIN, judged("yarn", 1.0, 1.0))]
     said = "No row can be judged: no perplexity was measured; give long documents (--data)."
-    assert decide(rows).section.notes == [said]
+    assert decide(rows).section.lead == said
     within = replace(PLAIN, trained_length=64)
-    assert decide([within]).section.notes == ["The model was trained on 64 tokens, so it needs no extension."]
+    assert decide([within]).section.lead == "The model was trained on 64 tokens, so it needs no extension."
 
 
 def test_settings() -> None:

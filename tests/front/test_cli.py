@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import re
 import shlex
 from pathlib import Path
@@ -92,7 +94,20 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
     found = json.loads(run("info {model} --json", capsys, model=tmp_path))
     assert found["shape"] == {"dim": 16, "theta": 10_000.0, "trained_length": TRAINED}
     assert found["encoding"] == "none"
-    assert "trained window  32 tokens" in run("info {model}", capsys, model=tmp_path)
+    shown = run("info {model}", capsys, model=tmp_path)
+    assert "trained window  32 tokens" in shown
+    slow = next(int(words[2]) for words in map(str.split, shown.splitlines()) if words[0] == "slow")
+    assert slow == found["slow_channels"] == sum(TRAINED * 1e4 ** (-n / 8) < 2 * math.pi for n in range(8))
+
+
+def test_noise_of_bitsandbytes_is_hidden_and_its_errors_are_not(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns whenever peft is imported without a network."""
+    run("methods", capsys)
+    for text in ("Failed to load CPU gemm_4bit_forward from kernels-community: offline", "out of memory"):
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning(text)
+    assert caplog.messages == ["out of memory"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +115,11 @@ def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.
     [
         ("info {out}", "has no config.json"),
         ("evaluate {model} --lenghts 16 --output {out}/x", "Did you mean '--lengths'"),
+        (
+            "evaluate {model} --task x --output {out}/x",
+            "no option is named '--task'. These have it: retrieve, ",
+        ),
+        ("compare {out}", "compare needs two runs, and got 1"),
         ("finetune --model {model} --data {data} --output {out}/x", "target_length"),
         ("finetune --model {model} --data {out} --output {out}/x --target-length 64", "nothing to read"),
         ("finetune --model {model} --data {data} --output {out}/x --target-length 64k", "tokens"),

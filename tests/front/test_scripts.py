@@ -74,13 +74,18 @@ MISTAKES = {
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
-    "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "File exists"),
-    "an output in use": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA", "already holds files"),
+    "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "is a file; a report needs"),
+    "an output in use": (
+        f"{EVALUATE} MODEL DATA --lengths 64 --output USED",
+        "already holds table.csv; use another directory, or --overwrite",
+    ),
     "short text": (f"{EVALUATE} MODEL DATA --lengths 4k", "no document of at least 4,096 tokens"),
     "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
+    "no documents": (f"{EVALUATE} MODEL DATA --lengths 64 --documents 0", "--documents must be at least 1"),
     "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
-    "a file": (f"{GENERATE} MODEL DATA/b", "No such file"),
-    "no answer": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 0", "must be at least 1; got 0"),
+    "a file": (f"{GENERATE} MODEL DATA/b", "cannot read"),
+    "no answer": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 0", "not a length in tokens: '0'"),
+    "no room": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 2k", "no room in a window of 32 tokens"),
     "no window": (f"{GENERATE} MODEL DATA/a.txt --method yarn", "belong together"),
 }
 
@@ -88,15 +93,17 @@ MISTAKES = {
 @pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence_before_weights_are_loaded(
-    mistake: str, work: Path, plain_adapters: list[str], scripts: Scripts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mistake: str, work: Path, plain_adapters: list[str], scripts: Scripts, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     def load(*_: Any) -> None:
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr(LoadOptions, "load", load)
     monkeypatch.chdir(work)
+    (tmp_path / "table.csv").touch()
     words, said = MISTAKES[mistake]
-    names = {"MODEL": work / "model", "DATA": work / "data", "BEYOND": plain_adapters[1]}
+    names = {"MODEL": work / "model", "DATA": work / "data", "BEYOND": plain_adapters[1], "USED": tmp_path}
     given = [re.sub("[A-Z]{4,}", lambda name: str(names[name[0]]), word) for word in words.split()]
     assert said in scripts.fail(*given).splitlines()[-1]
 
@@ -141,7 +148,7 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     assert said[-1].startswith("It is not certain that the longer context is of use: from 32 to 64, ")
     documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
     of_control(control, LoadOptions(device="cpu").load(str(subject)), documents, 16, 32, 64)
-    assert "tokens of prompt" in scripts.run(GENERATE, run, data / "a.txt", "--max-new-tokens", 3)
+    assert "prompt: the first 9 of " in scripts.run(GENERATE, run, data / "a.txt", "--max-tokens", 9)
     if subject.is_dir():  # merged weights are no control; their record has no path to the base model
         merged = rx.merge(run, tmp_path / "merged")
         assert f"no directory '{subject.name}'" in scripts.fail(EVALUATE, merged, *words, "--overwrite")
