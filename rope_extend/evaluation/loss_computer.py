@@ -166,7 +166,7 @@ class LossComputer:
         """Losses `[B, end − first]` of the targets at `first … end−1` of windows `[B, T]`."""
         if self.chunked.split is not None:
             return self._shared_losses(inputs, targets, first, end)
-        losses = []
+        losses, head = [], output_head(self.model)
         start = 0
         for hidden in self.hidden(inputs):
             # The state at t predicts the token at t + 1.
@@ -174,13 +174,11 @@ class LossComputer:
             if low < high:
                 chunk = targets[:, low + 1 - first : high + 1 - first]
                 states = hidden[:, low - start : high - start]
-                head = output_head(self.model)  # made for each chunk, because it keeps a chunk's logits
                 losses.append(
                     token_losses(
                         states, head, chunk, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
                     )
                 )
-                del head
             start += hidden.shape[1]
         return torch.cat(losses, dim=1)
 
