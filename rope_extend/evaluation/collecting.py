@@ -27,14 +27,11 @@ def row_of(cell: Values) -> EvaluationRow:
         RopeExtendError: the values are those of no finished cell.
         KeyError, TypeError, AttributeError: likewise.
     """
-    measured: dict[str, Any]
     if cell["kind"] == PERPLEXITY:
-        measured = {"result": {**cell["result"], "document_names": [cell["document"]]}}
-    else:
-        trials = sorted(cell["trials"], key=lambda trial: trial["trial"])
-        scores = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
-        measured = {"retrieval": {**cell, "cells": scores}}
-    return EvaluationRow.from_dict({**cell, "result": None, **measured})
+        return EvaluationRow.from_dict(cell)
+    trials = sorted(cell["trials"], key=lambda trial: trial["trial"])
+    scores = [{**trial, "scores": [trial["score"]], "data": trial["prompt"]} for trial in trials]
+    return EvaluationRow.from_dict({**cell, "retrieval": {**cell, "cells": scores}})
 
 
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> list[EvaluationRow]:
@@ -112,7 +109,6 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
         data=joined_fingerprint(result.data for result in results),
         document_nll=nll,
         document_terms=terms,
-        document_names=[name for result in results for name in result.document_names],
         **_cost(results),
     )
 

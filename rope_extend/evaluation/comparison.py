@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
-from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
+from rope_extend.evaluation.statistics import Difference, RateDifference, paired
 from rope_extend.units import format_length
 
 
@@ -52,16 +51,6 @@ class Comparison:
     def longest(self) -> Difference:
         """The difference of the losses at the longest length."""
         return max(self.differences, key=lambda change: change.length)
-
-    def by_document(self) -> list[tuple[int, str, float]]:
-        """Lengths beyond the window, names of documents, and their ratios to the control up to the length."""
-        common = self.second.result.on_targets_of(self.first.result)
-        names, ratios = self.second.result.document_names, list[tuple[int, str, float]]()
-        for change in self.differences:
-            if common and (sums := common.up_to(change.length)):
-                nats = (sums[1] - sums[0]) / sums[2]
-                ratios += zip(repeat(change.length), names, map(ppl, nats))  # older results have no names
-        return ratios
 
     @property
     def beyond(self) -> int | None:

@@ -91,17 +91,11 @@ class Measurement:
         if self.plan is not None and texts:
             self.plan.check()
         self.documents: list[Document] = []
-        self.names: list[str] = []
         self.tasks: dict[str, Task] = {}
         self.batches: list[list[Prompt]] = []
         if texts:
             self.tokenizer = pretrained(AutoTokenizer, candidates.name)
             self.documents = self._documents()
-            times = Counter(Path(each.name).name for each in self.documents)
-            self.names = [
-                each.name if times[Path(each.name).name] > 1 else Path(each.name).name
-                for each in self.documents
-            ]
             self._write_prompts(progress)
 
     def _pass_lengths(self) -> dict[str, list[int]]:

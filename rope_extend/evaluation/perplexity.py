@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
-from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 import numpy as np
@@ -159,7 +158,6 @@ def perplexity(
         last=tokens.get("last"),
         document_nll={length: by_length[length].nll[length] for length in sizes},
         document_terms={length: by_length[length].terms[length] for length in sizes},
-        document_names=[Path(text.name).name for text in texts],
         losses=kept if save_losses else None,
     )
 

@@ -84,27 +84,25 @@ def _lines(records: Iterable[dict[str, Any]]) -> str:
 
 
 def csv_table(rows: Sequence[EvaluationRow]) -> str:
-    """All tables in full precision: one line for each row and length, and for each document of the gain."""
+    """All tables in full precision: one line for each row and length."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "measured", "length", "value", "low", "high", "of", "document"])
+    writer.writerow(["row", "measured", "length", "value", "low", "high", "of"])
     for row in rows:
         for length, value in row.result.levels.items():
             ends = row.result.interval(length) or ("", "")
-            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents, ""])
+            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents])
         for task in row.retrieval.tasks:
             for length in row.retrieval.lengths(task):
                 if rate := row.retrieval.rate(task, length):
                     values = rate.mean, rate.low, rate.high, rate.trials
-                    writer.writerow([row.label, task, length, *values, ""])
+                    writer.writerow([row.label, task, length, *values])
     for gain in against_cropped(rows):
         measured = f"beyond {format_length(gain.beyond or 0)}, divided by {gain.first.label}"
         for change in gain.differences:
             low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
-            begin = gain.second.label, measured, change.length, change.ratio
-            writer.writerow([*begin, low, high, change.documents, ""])
-        for length, name, ratio in gain.by_document():
-            writer.writerow([gain.second.label, measured, length, ratio, "", "", 1, name])
+            values = change.ratio, low, high, change.documents
+            writer.writerow([gain.second.label, measured, change.length, *values])
     return text.getvalue()
 
 

@@ -118,7 +118,6 @@ class PerplexityResult(_FromPlain):
             windows, for protocols that average windows; as estimated, for `cropped`). Intervals and paired
             comparisons need it.
         document_terms: number of losses (or windows) in each of these sums.
-        document_names: name of each document, without its directory.
         losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
             window by window; None unless requested. Never part of `to_dict`.
     """
@@ -142,7 +141,6 @@ class PerplexityResult(_FromPlain):
     edges: list[int] = field(default_factory=list)
     document_nll: dict[int, list[float]] = field(default_factory=dict)
     document_terms: dict[int, list[int]] = field(default_factory=dict)
-    document_names: list[str] = field(default_factory=list)
     losses: dict[int, list[Losses]] | None = None
 
     def __bool__(self) -> bool:
@@ -268,8 +266,7 @@ class PerplexityResult(_FromPlain):
         shapes, sums = {self.block_nll.shape, self.block_terms.shape}, self.document_nll
         return (
             bool(self.ppl) and self.ppl.keys() == self.tokens.keys() and all(self.tokens.values())
-            and self.documents > 0 and len(self.document_names) in (0, self.documents)
-            and shapes in ({(0, 0)}, {(self.documents, len(self.block_edges) - 1)})
+            and self.documents > 0 and shapes in ({(0, 0)}, {(self.documents, len(self.block_edges) - 1)})
             and sums.keys() == self.document_terms.keys() <= self.ppl.keys()
             and all(len(terms) == len(sums[n]) and sum(terms) for n, terms in self.document_terms.items())
         )  # fmt: skip

@@ -200,7 +200,8 @@ def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict
     about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
         result = _perplexity(measurement, model, cell, bar)
-        return {**about, "document": measurement.names[cell.number], "result": result.to_dict()}
+        document = Path(measurement.documents[cell.number].name).name
+        return {**about, "document": document, "result": result.to_dict()}
     batch = measurement.batches[cell.number]
     task = measurement.tasks[batch[0].task]
     trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
@@ -230,16 +231,13 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
 def _measured(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Measured:
     """What is measured so far."""
     values, missing = list[dict[str, Any]](), list[Cell]()
-    # The trained window and the names of documents are those of now, not of when a cell was measured.
     for cell in cells:
         record = store.read(cell)
         if record is None:
             missing.append(cell)
             continue
-        record["trained_length"] = measurement.trained
-        if cell.kind == PERPLEXITY:
-            record["document"] = measurement.names[cell.number]
-        values.append(record)
+        # The trained window is that of now, not of when a cell was measured.
+        values.append({**record, "trained_length": measurement.trained})
     return Measured(collect(values, [row.label for row in measurement.rows]), missing)
 
 

@@ -434,27 +434,6 @@ def test_documents_of_one_file_name_are_two_and_weighted_by_tokens() -> None:
     assert both.data not in ("a", "b")
 
 
-def test_a_renamed_document_has_one_name_in_all_rows(work: Path, tmp_path: Path) -> None:
-    shutil.copytree(work / "data", tmp_path / "data")
-    config = config_of(work, data=str(tmp_path / "data"), methods=("none",), output=str(tmp_path / "out"))
-    rx.evaluate(config, progress=False)
-    (tmp_path / "data" / "a.txt").rename(tmp_path / "data" / "z.txt")
-    config = replace(config, methods=("none", "yarn"), max_documents=3)
-    for row in rx.evaluate(config, resume=True, progress=False):
-        assert sorted(row.result.document_names) == ["b.txt", "c.txt", "z.txt"]
-
-
-def test_documents_of_one_file_name_have_two_names(work: Path, tmp_path: Path) -> None:
-    for name, kept in (("first", "a"), ("second", "b")):
-        (tmp_path / name / "texts").mkdir(parents=True)
-        shutil.copy(work / "data" / f"{kept}.txt", tmp_path / name / "texts" / "a.txt")
-    shutil.copy(work / "data" / "c.txt", tmp_path / "second" / "texts")
-    data = tuple(str(tmp_path / name / "texts") for name in ("first", "second"))
-    config = config_of(work, data=data, methods=("none",), max_documents=3)
-    for row in rx.evaluate(config, progress=False):
-        assert row.result.document_names == ["first/texts/a.txt", "second/texts/a.txt", "c.txt"]
-
-
 def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(work: Path, tmp_path: Path) -> None:
     """It was refused when its turn came, after rows were measured, and after an old study was deleted."""
     saved(tmp_path / "adapter")
