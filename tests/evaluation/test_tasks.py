@@ -24,7 +24,7 @@ from rope_extend.evaluation.prompts import (
     make_prompts,
     uses_chat,
 )
-from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, VariableTracking, make_tasks
+from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, make_tasks
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
 WITH_BOS = copy.deepcopy(PLAIN)
@@ -145,16 +145,6 @@ def test_all_needles_are_in_the_prompt() -> None:
     many = re.findall(r"magic numbers for ([\w-]+) is: (\d{7})\.", prompt.text)
     assert len(many) == len(dict(many)) == 4
     assert dict(many)[re.search(r"for ([\w-]+) mentioned", prompt.text)[1]] == prompt.answers[0]
-
-
-def test_a_chain_of_variables_can_be_followed() -> None:
-    prompt = make_prompt(VariableTracking(chains=2), PLAIN, LENGTH)
-    number = re.search(r"assigned the value (\d+)", prompt.text)[1]
-    values: dict[str, str] = {}
-    for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", prompt.text):
-        values[name] = values.get(value, value)  # by the time a variable is read, it has been set
-    assert len(values) == 10
-    assert sorted(name for name, value in values.items() if value == number) == sorted(prompt.answers)
 
 
 def test_the_label_of_a_word_follows_from_its_examples() -> None:
