@@ -30,7 +30,7 @@ from rope_extend.config import (
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
 from rope_extend.evaluation.protocols import CONTROL_BLOCKS, WindowSettings, protocol_named
-from rope_extend.evaluation.tasks import TASKS, TEMPLATES
+from rope_extend.evaluation.tasks import TASKS
 from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_path
@@ -303,21 +303,16 @@ class PromptConfig(ModelConfig):
     chat: Annotated[
         str, CHAT_KIND, "whether to use the tokenizer's chat template; auto uses it if it exists"
     ] = "auto"
-    template: Annotated[
-        str | None,
-        choice(*TEMPLATES),
-        "form of the passkey task (default: published; demo for the bundled model)",
-    ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
+        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "seed"),
         **ModelConfig.groups,
     }
 
     def prompts_at(self, lengths: Iterable[int], optional_length: int | None = None) -> Prompts:
         """The prompts of these lengths."""
-        how = (*depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
+        how = (*depths_from(self.depths), self.trials, self.seed, self.chat)
         return Prompts(self.tasks, tuple(sorted(lengths)), *how, optional_length) if self.tasks else Prompts()
 
 

@@ -155,8 +155,7 @@ class Measurement:
         if not wanted.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
-        template = wanted.template or template_for(self.candidates.name)
-        tasks = make_tasks(wanted.tasks, haystack=texts, template=template)
+        tasks = make_tasks(wanted.tasks, haystack=texts, template=template_for(self.candidates.name))
         self.tasks = {task.name: task for task in tasks}
         shown = progress and is_main_process()
         for task in tasks:

@@ -69,7 +69,6 @@ class Prompts:
         trials: prompts at each depth.
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
-        template: form of the passkey task; None for that of the model.
         optional_length: the one length that is left out for a task that does not fit it, because nobody asked
             for it.
     """
@@ -81,7 +80,6 @@ class Prompts:
     trials: int = 10
     seed: int = 0
     chat: str = "auto"
-    template: str | None = None
     optional_length: int | None = None
 
     def trials_of(self, task: Task) -> list[tuple[float | None, int]]:

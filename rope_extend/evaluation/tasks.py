@@ -23,12 +23,9 @@ from rope_extend.evaluation.prompts import Draft, Starts, Task
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 """The filler of 2305.16300, used by the passkey test of 2306.15595 and by RULER (2404.06654)."""
 
-TEMPLATES = ("published", "demo")
-"""Forms of the passkey task: that of the papers, and the one that the bundled model was pretrained on."""
-
 
 def template_for(model: str) -> str:
-    """The form of the passkey task for a checkpoint: `demo` for the bundled model, else `published`."""
+    """The form of the passkey task: `demo`, of its pretraining, for the bundled model, else `published`."""
     bundled = Path(model).is_dir() and Path(model).resolve() == MODEL_DIR
     return "demo" if bundled else "published"
 
