@@ -68,7 +68,8 @@ def test_values_from_yaml_flags_and_python_are_equal() -> None:
 
     retrieval = from_flags(
         RetrievalConfig,
-        f"--model {MODEL_DIR} --tasks needle,passkey --depths 0.5,0 --trials 2 --chat on --seed 7 --no-cropped",
+        f"--model {MODEL_DIR} --tasks needle,passkey --depths 0.5,0 --trials 2 --chat on "
+        "--seed 7 --no-cropped",
     )
     assert retrieval == RetrievalConfig(
         model=MODEL_DIR, tasks=["needle", "passkey"], depths=[0, 0.5], trials=2, chat="on", seed=7,
