@@ -174,14 +174,8 @@ class _SummedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute loss and gradients of the scored tokens, `size` at a time.
 
-        Args:
-            ctx: context of autograd.
-            hidden: `[B, T, D]`.
-            targets: int64 `[B, T]`, already shifted, -100 for tokens that are not scored.
-            head: from hidden states to logits.
-            size: tokens per chunk.
-            trained: every leaf of the head's graph. Each is an input, so that autograd reaches it, and so
-                does DistributedDataParallel, which waits for its gradient.
+        `trained` has every leaf of the head's graph. Each is an input, so that autograd reaches it, and so
+        does DistributedDataParallel, which waits for its gradient.
         """
         rows, expected = hidden.flatten(0, 1), targets.flatten()
         backward = ctx.needs_input_grad[0]  # of the hidden states, for the decoder

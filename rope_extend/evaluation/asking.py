@@ -124,22 +124,18 @@ class Subjects:
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
-        directory = Path(name)
-        if not is_adapter(directory):
-            if base_model is not None:
-                raise RopeExtendError(
-                    f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
-                )
+        directory, adapter = Path(name), is_adapter(Path(name))
+        others = {"target_length=": target_length, "trained_length=": trained_length}
+        for option, value in (others if adapter else {"base_model=": base_model}).items():
+            if value is not None:
+                holds = "an adapter, whose record says its windows" if adapter else "no adapter"
+                raise RopeExtendError(f"{name} holds {holds}; leave {option} out")
+        if not adapter:
             methods = (AS_IS,) if target_length is None else (AS_IS, method or "yarn")
             lengths = None if target_length is None else (target_length,)
             config = ModelConfig(name, methods=methods, lengths=lengths, trained_length=trained_length)
             candidates = Candidates.of(config, load_options)
             return cls(candidates, target_length or candidates.info.window, name)
-        if target_length is not None or trained_length is not None:
-            given = "trained_length=" if target_length is None else "target_length="
-            raise RopeExtendError(
-                f"{name} holds an adapter, whose record says its windows; leave {given} out"
-            )
         record = checked_record(directory, check_files=True)
         base = base_name(*record.base(directory, base_model))
         config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)

@@ -196,12 +196,10 @@ def _check_removable(adapter: Path) -> None:
     bias = config.get("bias", "none")
     reason = changes_base(SimpleNamespace(**config)) or (None if bias == "none" else f'bias="{bias}"')
     if reason is not None:
-        is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-        how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
         raise RopeExtendError(
-            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
-            f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
-            "checkpoint as the model"
+            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), also for "
+            "the rows that follow. Merge it first (rope-extend merge, or merge_and_unload of peft and "
+            "rope_extend.save), and give the merged checkpoint as the model"
         )
 
 

@@ -86,16 +86,11 @@ def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
     if len(results) < 2:
         return results[0] if results else PerplexityResult()
     first = results[0]
-    if other := next((each for each in results if each.measured_by != first.measured_by), None):
+    layouts = [(each.measured_by, each.ppl.keys(), each.block_edges.tolist()) for each in results]
+    if any(layout != layouts[0] for layout in layouts):
         raise RopeExtendError(
-            f"a row was measured by two protocols, {first.measured_by} and {other.measured_by}, as by two "
-            "versions of rope_extend; delete the finished cells of one of them"
-        )
-    laid_out = (first.ppl.keys(), first.block_edges.tolist())
-    if any((each.ppl.keys(), each.block_edges.tolist()) != laid_out for each in results):
-        raise RopeExtendError(
-            "a row was measured in different blocks of tokens, as by two versions of rope_extend; delete the "
-            "finished cells of one of them"
+            "a row was measured by two protocols, or in different blocks of tokens, as by two versions of "
+            "rope_extend; delete the finished cells of one of them"
         )
     nll = {length: [result.document_nll[length][0] for result in results] for length in first.ppl}
     terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}

@@ -90,18 +90,11 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
             )
     lengths = sorted(first.result.ppl.keys() & second.result.ppl.keys())
     found = beyond or differences(first.result, second.result, lengths)
-    before, after = first.retrieval, second.retrieval
-    changes = _changes(before, after)
-    answered = [(task, n) for task in before.tasks for n in before.lengths(task) if after.at(task, n)]
-    if len(changes) < len(answered) and not found:
-        task, length = next(each for each in answered if each not in [change[:2] for change in changes])
-        raise RopeExtendError(
-            f"{rows} had different prompts of {task} at {length} tokens, so they cannot be compared; measure "
-            "both with the same depths, trials, seed, data and chat"
-        )
+    changes = _changes(first.retrieval, second.retrieval)
     if not found and not changes:
         raise RopeExtendError(
-            f"{rows} have no length, and no task and length, in common; measure both with the same lengths"
+            f"{rows} have no length, and no prompts, in common; measure both with the same lengths, tasks, "
+            "depths, trials, seed, data and chat"
         )
     return Comparison(first, second, found, changes)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from typing import Annotated, Any, ClassVar, cast
 
-from rope_extend.checks import FLAG, Kind, choice, or_word, require
+from rope_extend.checks import FLAG, Kind, choice, number, or_word, require
 from rope_extend.config import (
     AUTO,
     COUNT,
@@ -23,6 +23,7 @@ from rope_extend.config import (
     TEXT,
     Config,
     items,
+    list_of,
     method_item,
     method_items,
     or_auto,
@@ -70,15 +71,17 @@ def _chat(value: Any) -> str:
 
 
 def _depths(value: Any) -> int | tuple[float, ...]:
-    depths, width = depths_from(value)
-    return len(depths) if width else depths
+    if isinstance(value, int):
+        return int(POSITIVE_COUNT.parse(value))
+    return tuple(sorted({*_EXACT_DEPTHS.parse(value)}))
 
 
 _NAMES = Kind("a list of names or paths", _names, plain=True)
 _METHODS = Kind("a list of methods", _methods, plain=True, item=method_item)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths, item=float)
+_EXACT_DEPTHS = list_of(number(0, 1), "a list of depths between 0 and 1")
+DEPTHS_KIND = Kind(f"a number of depths, or {_EXACT_DEPTHS.expected}", _depths, item=float)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True, item=choice(*TASKS).parse)
 

@@ -34,7 +34,6 @@ from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
 from rope_extend.memory.meta_device import quiet_patching
-from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.units import format_duration, format_length
@@ -53,7 +52,6 @@ class Measurement:
     Args:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
-        load_options: how the model is loaded; by default as in `config`.
         progress: show how many prompts are written.
     """
 
@@ -62,12 +60,11 @@ class Measurement:
         config: ModelConfig,
         *,
         texts: bool = True,
-        load_options: LoadOptions | None = None,
         progress: bool = True,
     ) -> None:
         expand_segments()
         self.config = config
-        self.candidates = candidates = Candidates.of(config, load_options)
+        self.candidates = candidates = Candidates.of(config)
         for adapter, record in candidates.records.items():
             check_directory(Path(adapter), record.weights, record.configs)
         self.trained = candidates.trained_length

@@ -30,14 +30,8 @@ from rope_extend.evaluation.protocols import (
     protocol_named,
     window_lengths,
 )
-from rope_extend.evaluation.results import (
-    Counts,
-    Floats,
-    Losses,
-    PerplexityResult,
-    block_starts,
-    control_edges,
-)
+from rope_extend.evaluation.results import Losses, PerplexityResult, block_starts, control_edges
+from rope_extend.evaluation.statistics import Counts, Floats
 from rope_extend.loss import causal_lm
 from rope_extend.models.rotary_tables import length_groups
 from rope_extend.progress import progress_bar
@@ -247,15 +241,10 @@ def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
     rows = lm.get_input_embeddings().weight.shape[0]
     lowest = min(int(document.input_ids.min()) for document in documents)
     highest = max(int(document.input_ids.max()) for document in documents)
-    if lowest < 0:
+    if lowest < 0 or highest >= rows:
         raise RopeExtendError(
-            f"the documents contain token {lowest}, but token ids are never negative; remove padding and "
-            "masked labels"
-        )
-    if highest >= rows:
-        raise RopeExtendError(
-            f"the documents contain token {highest}, but the model has {rows} tokens: they were tokenized "
-            "for another model; tokenize them with this model's tokenizer"
+            f"the documents contain token {lowest if lowest < 0 else highest}, but the model has the tokens "
+            f"0 to {rows - 1}; tokenize them with this model's tokenizer, without padding and masked labels"
         )
 
 
@@ -283,21 +272,13 @@ def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
                 f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
             )
         value = once(tokenizer(value, verbose=False)["input_ids"], value, tokenizer)
-    if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
-        hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
-        raise RopeExtendError(
-            f"{name}: documents must be a Document, a 1-D tensor or list of token ids, a string with "
-            f"tokenizer=, or a list of these; got {type(value).__name__}{hint}"
-        )
     try:
         ids = torch.as_tensor(value)
+        if ids.numel() and (ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool):
+            raise TypeError(f"got {ids.dtype} of shape {tuple(ids.shape)}")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RopeExtendError(f"{name}: token ids must be whole numbers of 64 bits; {error}") from error
-    if ids.shape == (0,):  # torch takes an empty list for float32
-        ids = ids.to(torch.int64)
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise RopeExtendError(
-            f"{name}: token ids must be a 1-D tensor of whole numbers; got {ids.dtype} of shape "
-            f"{tuple(ids.shape)}; pass a batch as a list of its rows"
-        )
+            f"{name} must be a Document, a 1-D tensor or list of token ids, or a string with tokenizer=; "
+            f"{error}"
+        ) from error
     return Document(name, ids.detach().to("cpu", torch.int64))

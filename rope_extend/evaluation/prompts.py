@@ -37,24 +37,14 @@ _ON_THAT_DAY = (
 """Replaces the function that gives the date to a template. transformers drops one that is passed by name."""
 
 
-def depths_from(depths: object) -> tuple[tuple[float, ...], float]:
+def depths_from(depths: int | Sequence[float]) -> tuple[tuple[float, ...], float]:
     """Depths, and the width of the part of a prompt around each from which trials draw theirs.
 
-    From a number of equal parts, each named by its middle, or from a list of exact depths, whose width is 0.
+    From a number of equal parts, each named by its middle, or from exact depths, whose width is 0.
     """
-    values: list[float] = []
-    width = 0.0
-    if isinstance(depths, int) and not isinstance(depths, bool):
-        values, width = [round((n + 0.5) / depths, 6) for n in range(depths)], 1 / max(1, depths)
-    elif isinstance(depths, str):
-        values = [float(depth) for depth in re.split(r"[\s,]+", depths.strip())]
-    elif isinstance(depths, float | list | tuple):
-        values = [float(depth) for depth in (depths if isinstance(depths, list | tuple) else [depths])]
-    if not values or not all(0 <= depth <= 1 for depth in values):
-        raise RopeExtendError(
-            f"depths must be a number of depths, or a list of depths between 0 and 1; got {depths!r}"
-        )
-    return tuple(sorted(set(values))), width
+    if isinstance(depths, int):
+        return tuple(round((n + 0.5) / depths, 6) for n in range(depths)), 1 / depths
+    return tuple(depths), 0.0
 
 
 @dataclass(frozen=True)
@@ -81,15 +71,6 @@ class Prompts:
     seed: int = 0
     chat: str = "auto"
     optional_length: int | None = None
-
-    def trials_of(self, task: Task) -> list[tuple[float | None, int]]:
-        """The depth and number of each trial at a length, the first trial of all depths first.
-
-        A task without a depth gets as many trials as other tasks get at all depths together.
-        """
-        if task.has_depth:
-            return [(depth, trial) for trial in range(self.trials) for depth in self.depths]
-        return [(None, trial) for trial in range(self.trials * len(self.depths))]
 
 
 Starts = Callable[[str], Sequence[int]]
@@ -246,9 +227,16 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
 def make_prompts(
     task: Task, tokenizer: Any, length: int, wanted: Prompts, *, progress: bool = False
 ) -> list[Prompt]:
-    """All prompts of a task at a length, the first trial of all depths first."""
+    """All prompts of a task at a length, the first trial of all depths first.
+
+    A task without a depth gets as many trials as other tasks get at all depths together.
+    """
     words = f"writing prompts of {task.name}, {format_length(length)}"
-    trials = wanted.trials_of(task)
+    trials: list[tuple[float | None, int]]
+    if task.has_depth:
+        trials = [(depth, trial) for trial in range(wanted.trials) for depth in wanted.depths]
+    else:
+        trials = [(None, trial) for trial in range(wanted.trials * len(wanted.depths))]
     with progress_bar(
         logger, shown=progress, iterable=trials, unit="prompt", desc=words, leave=False
     ) as counted:

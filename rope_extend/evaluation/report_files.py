@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -55,12 +54,6 @@ def write_report(
         end: parts that come last.
         prompts: the prompts of all rows, for `prompts.jsonl`.
     """
-    if not rows:
-        raise RopeExtendError("no rows to report; measure at least one")
-    if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
-        raise RopeExtendError(
-            f"rows with the same label cannot be told apart: {', '.join(twice)}; give each a label of its own"
-        )
     directory = check_files(directory, FILES, overwrite=overwrite)
     shown = [replace(row, label=writable(row.label)) for row in rows]
     with replacing_files(directory, last=RESULTS) as partial_files:
@@ -101,8 +94,8 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
         measured = f"beyond {format_length(gain.beyond or 0)}, divided by {gain.first.label}"
         for change in gain.differences:
             low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
-            values = change.ratio, low, high, change.documents
-            writer.writerow([gain.second.label, measured, change.length, *values])
+            begin = gain.second.label, measured, change.length, change.ratio
+            writer.writerow([*begin, low, high, change.documents])
     return text.getvalue()
 
 
@@ -129,10 +122,10 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
             if any(row.label == each.label for each in rows):
                 raise RopeExtendError(f"an earlier row is called {row.label!r} too")
             rows.append(row)
-        except (ValueError, RecursionError, RopeExtendError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RopeExtendError(
-                f"line {number} of {str(file)!r} is damaged: {error}; evaluate again with --resume "
-                "to write it anew"
+                f"line {number} of {str(file)!r} is damaged ({type(error).__name__}: {error}); evaluate "
+                "again with --resume to write it anew"
             ) from error
     if not rows:
         raise RopeExtendError(f"{str(file)!r} is empty; evaluate again with --resume to write it anew")

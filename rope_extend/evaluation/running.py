@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
+
 from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
@@ -92,28 +94,22 @@ def run(
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
         measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in left})
-        identity, store = model_identity(lm), None
-        if is_main_process():
-            if where is not None and overwrite:
+        identity = model_identity(lm)
+        rank, count = (connected.process_index, connected.num_processes) if connected else (0, 1)
+        # The others open files of their own when the main process has taken over those of an earlier run.
+        with connected.main_process_first() if connected else nullcontext():
+            if rank == 0 and where is not None and overwrite:
                 for path in our_parts(where):
                     path.unlink(missing_ok=True)
-            store = CellStore(where, identity)
+            store = CellStore(where, identity, rank)
             stack.callback(store.close)
-            if resume:
-                check_resumed(store, cells)
-            store.take_parts()
-        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.read(cell)}
+            if rank == 0:
+                if resume:
+                    check_resumed(store, cells)
+                store.take_parts()
+        finished = {cell.digest for cell in cells if store.read(cell)}
         if connected:
-            from accelerate.utils import broadcast_object_list
-
-            rank, count = connected.process_index, connected.num_processes
-            shared = [finished]
-            broadcast_object_list(shared)
-            finished = shared[0]
-            if store is None:
-                store = CellStore(where, identity, rank)
-                stack.callback(store.close)
-        assert store is not None
+            finished = broadcast_object_list([finished])[0]
         left = [cell for cell in cells if cell.digest not in finished]
         mine = [cell for n, cell in enumerate(left) if n % count == rank or _together(measurement, cell)]
         if finished:
@@ -131,8 +127,6 @@ def run(
 
 def _share(store: CellStore, connected: Any) -> None:
     """Give all processes the finished cells of each; the main process takes over their files."""
-    from accelerate.utils import gather_object
-
     for records in gather_object([store.records]):
         if is_main_process():
             store.take(records.values())
@@ -158,7 +152,7 @@ def _measure_all(
         for number, cell in enumerate(cells, start=1):
             over = time.perf_counter() - begun + _seconds(cell.work, done, begun) > (budget or math.inf)
             if _together(measurement, cell):
-                over = budget is not None and _of_main_process(over)
+                over = budget is not None and bool(broadcast_object_list([over])[0])
             elif over and measurement.config.split_window > 1:
                 continue  # the others wait at the next cell that all measure together
             if over:
@@ -181,13 +175,6 @@ def _measure_all(
 def _together(measurement: Measurement, cell: Cell) -> bool:
     """Whether all processes measure a cell together, each a part of every window."""
     return measurement.config.split_window > 1 and cell.kind == PERPLEXITY
-
-
-def _of_main_process(value: bool) -> bool:
-    """What the main process found, in every process."""
-    from accelerate.utils import broadcast_object_list
-
-    return bool(broadcast_object_list([value])[0])
 
 
 def _seconds(work: float, done: float, begun: float) -> float:

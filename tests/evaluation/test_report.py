@@ -165,16 +165,12 @@ def test_a_report_appears_whole_or_not_at_all(
 @pytest.mark.parametrize(
     ("prepare", "call", "message"),
     [
-        (lambda out: None, lambda out: write_report([], out), "no rows"),
-        (lambda out: None, lambda out: write_report(several_rows()[:1] * 2, out), "'?plain RoPE"),
         (lambda out: out.write_text(""), check_measurement, "is a file"),
         (lambda out: None, read_results, "no results at"),
         (lambda out: out.mkdir(), read_results, "no results at"),
         (lambda out: out.write_text('{"label": "a"}\n'), read_results, "line 1"),
         (lambda out: (out.mkdir(), (out / "report.md").symlink_to("nowhere")), check_measurement,
          r"already holds report\.md"),
-        (lambda out: (out / "report.md").mkdir(parents=True),
-         lambda out: check_measurement(out, overwrite=True), "is a directory, but a report needs a file"),
         *((lambda out, name=name: (out.mkdir(), (out / name).symlink_to(out)),
            lambda out, how=how: check_measurement(out, **how), "is a link, and links are not followed")
           for name in ("cells.jsonl", "cells.1.jsonl")
@@ -241,7 +237,7 @@ def test_damaged_results_are_refused_by_line(changes: Any, tmp_path: Path) -> No
         line = changes
     text = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / "results.jsonl").write_text(json.dumps(whole.to_dict()) + "\n" + text + "\n")
-    with pytest.raises(RopeExtendError, match=r"line 2 of .* is damaged: .*--resume"):
+    with pytest.raises(RopeExtendError, match=r"line 2 of .* is damaged .*--resume"):
         read_results(tmp_path)
 
 
@@ -332,14 +328,11 @@ def test_the_control_of_an_earlier_version_has_a_name_of_its_own() -> None:
     old, new = (row("c", "none", 2.0, protocol="cropped", window=32, blocks=n) for n in (None, 16))
     old = EvaluationRow.from_dict(old.to_dict())
     assert old.result.measured_by == "cropped-half window=32"
-    with pytest.raises(
-        RopeExtendError, match="by two protocols, cropped-half window=32 and cropped window=32"
-    ):
-        merged([old.result, new.result])
-    # Nor with one of other lengths or blocks.
-    for other in (row("c", "none", 2.0, lengths=(32, 64)), row("c", "none", 2.0, lengths=(32, 100, 256))):
+    one = row("c", "none", 2.0)
+    others = (replace(one, result=result(2.0, lengths)) for lengths in ((32, 64), (32, 100, 256)))
+    for first, second in ((old, new), *((one, other) for other in others)):  # nor other lengths or blocks
         with pytest.raises(RopeExtendError, match="delete the finished cells of one"):
-            merged([row("c", "none", 2.0).result, other.result])
+            merged([first.result, second.result])
     for lengths in ([8192, 12_288, 16_384], [8192, 16_384, 32_768]):  # of the committed cells
         assert control_edges(lengths, 16) == []
 
