@@ -145,7 +145,7 @@ class Subjects:
     @property
     def is_extended(self) -> bool:
         """Whether there is a model before and one after."""
-        return len(self.candidates.encodings) + len(self.candidates.records) > 1
+        return len(self.candidates.rows) > 1
 
     def models(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
         """Load the model once; yield a label and the model as it was, if wanted, and as it is extended."""
@@ -154,12 +154,12 @@ class Subjects:
         if not self.is_extended:
             yield f"{candidates.name}, window {window}", model
             return
-        candidates.check_adapters(model, candidates.records)  # before the first answer
+        candidates.check_adapters(model, candidates.rows)  # before the first answer
         if before:
             yield f"before: {candidates.name}, trained on {format_length(candidates.trained_length)}", model
-        adapter, method = next(iter(candidates.records), None), [*candidates.encodings][-1]
-        with candidates.prepared(model, None if adapter else method, adapter) as extended:
+        row = candidates.rows[-1]
+        with candidates.prepared(model, row) as extended:
             patch = current_patch(extended)
             encoding = patch.encoding if patch else "its own encoding"
-            how = f"{adapter}, {encoding}" if adapter else f"{encoding} without training"
+            how = f"{row.adapter}, {encoding}" if row.adapter else f"{encoding} without training"
             yield f"after: {how}, window {window}", extended

@@ -12,10 +12,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rope_extend.checkpoint.record import Record
+from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.collecting import PERPLEXITY, row_of
 from rope_extend.journal import Identity, Journal, differences
@@ -30,18 +32,26 @@ _PARTS = re.compile(r"cells(\.\d+)?\.jsonl")
 
 @dataclass(frozen=True)
 class RowSpec:
-    """A row that is to be measured.
+    """A row that is to be measured: the model under a method, or with an adapter.
 
     Attributes:
-        method: the untrained method; None for an adapter.
-        adapter: the directory of the adapter; None for an untrained row.
+        label: name of the row; rows with different labels are different.
+        source: the untrained method, or the directory of the adapter.
+        encoding: its encoding; None for the checkpoint's own.
+        record: that of the adapter; None for an untrained row.
         crop: number of tokens of context that the model sees; None for all.
     """
 
     label: str
-    method: str | None = None
-    adapter: str | None = None
+    source: str
+    encoding: Encoding | None = field(compare=False)
+    record: Record | None = field(default=None, compare=False)
     crop: int | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """The directory of the adapter; None for an untrained row."""
+        return None if self.record is None else self.source
 
 
 @dataclass(frozen=True)

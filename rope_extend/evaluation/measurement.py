@@ -26,7 +26,6 @@ from rope_extend.evaluation.cells import Cell, RowSpec, finished_in
 from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
-from rope_extend.evaluation.labels import adapter_labels, method_labels
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
 from rope_extend.evaluation.results import control_edges
@@ -65,13 +64,14 @@ class Measurement:
         expand_segments()
         self.config = config
         self.candidates = candidates = Candidates.of(config)
-        for adapter, record in candidates.records.items():
-            check_directory(Path(adapter), record.weights, record.configs)
+        for row in candidates.rows:
+            if row.record is not None:
+                check_directory(Path(row.source), row.record.weights, row.record.configs)
         self.trained = candidates.trained_length
         extends = candidates.lengths[-1] > self.trained
-        plain = candidates.plain_methods
-        extended = len(candidates.encodings) + len(candidates.records) > len(plain)
-        extended &= bool(plain) or extends
+        plain = [row for row in candidates.rows if row.record is None and candidates.is_plain(row)]
+        extended = len(candidates.rows) > len(plain) and (bool(plain) or extends)
+        self.has_plain = bool(plain)
         self.prompt_settings = config.prompts(candidates.lengths, self.trained, extended=extended)
         self.rule = protocol_named(config.protocol)
         self.lengths = list(candidates.lengths)
@@ -81,9 +81,10 @@ class Measurement:
         self.crops = config.cropped and extends and config.protocol == "prefix"
         self.rows = self._rows(config.documents, config.cropped)
         self.passes = self._pass_lengths()
-        for method in candidates.encodings if config.split_window > 1 else ():
-            with quiet_patching(), candidates.prepared(candidates.empty, method):
-                check_split(candidates.empty, config.split_window)
+        for row in candidates.rows if config.split_window > 1 else ():
+            if row.record is None:
+                with quiet_patching(), candidates.prepared(candidates.empty, row):
+                    check_split(candidates.empty, config.split_window)
         self.plan = self._plan() if config.planned else None
         if self.plan is not None and texts:
             self.plan.check()
@@ -96,7 +97,7 @@ class Measurement:
             self._write_prompts(progress)
 
     def _pass_lengths(self) -> dict[str, list[int]]:
-        """The length of each pass over a document, by the method or the directory of the adapter.
+        """The length of each pass over a document, by the label of the row.
 
         A nested protocol needs one pass for all lengths; one for each group of lengths with equal tables, if
         the tables depend on the length. Its windows of a fixed length have the same table at any length.
@@ -104,23 +105,22 @@ class Measurement:
         candidates, rule = self.candidates, self.rule
         if rule.nested and not rule.settings:
             groups = candidates.length_groups(self.lengths)
-            return {name: [group[-1] for group in several] for name, several in groups.items()}
+            return {label: [group[-1] for group in several] for label, several in groups.items()}
         passes = [self.lengths[-1]] if rule.nested else self.lengths
-        return dict.fromkeys([*candidates.encodings, *candidates.records], passes)
+        return {row.label: passes for row in candidates.rows}
 
     def _plan(self) -> ForwardPlan | None:
         """The memory and time of windows of every length that occurs; None for a family without estimates."""
         candidates, config = self.candidates, self.config
-        encodings = [
-            each for name, each in candidates.encodings.items() if each is not None and name != PLAIN
-        ]
+        trained = [(Path(row.source), row.record.encoding) for row in candidates.rows if row.record]
+        untrained = [row for row in candidates.rows if row.record is None and row.source != PLAIN]
         return plan_forward(
             candidates.name,
             self.lengths,
             load_options=candidates.load_options,
             empty=candidates.empty,
-            encodings=[None, *encodings],
-            adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
+            encodings=[None, *(row.encoding for row in untrained if row.encoding is not None)],
+            adapters=trained,
             trained_length=self.trained,
             chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
@@ -179,19 +179,20 @@ class Measurement:
     def _rows(self, documents: bool, controls: bool) -> list[RowSpec]:
         """The rows, each control with a cropped context after the row of the same weights."""
         candidates, crops = self.candidates, self.crops
-        plain = next(iter(candidates.plain_methods), None)
+        untrained = [row for row in candidates.rows if row.record is None]
+        plain = next(filter(candidates.is_plain, untrained), None)
         rows = []
-        for method, label in method_labels(candidates.encodings).items():
-            rows.append(RowSpec(label, method=method))
-            if crops and method in candidates.plain_methods and (documents or method == plain):
-                rows.append(self._cropped(rows[-1]))
+        for row in untrained:
+            rows.append(row)
+            if crops and candidates.is_plain(row) and (documents or row is plain):
+                rows.append(self._cropped(row))
         if plain is None and controls and (crops or not documents):
-            control = RowSpec(PLAIN, method=PLAIN)
+            control = RowSpec(PLAIN, PLAIN, encoding(PLAIN))
             rows.append(self._cropped(control) if crops else control)
-        for adapter, label in adapter_labels(candidates.records).items():
-            rows.append(RowSpec(label, adapter=adapter))
-            if crops and adapter in candidates.plain_adapters:
-                rows.append(self._cropped(rows[-1]))
+        for row in candidates.rows[len(untrained) :]:
+            rows.append(row)
+            if crops and candidates.is_plain(row):
+                rows.append(self._cropped(row))
         return rows
 
     def _cropped(self, row: RowSpec) -> RowSpec:
@@ -201,8 +202,7 @@ class Measurement:
 
     def _answers(self, row: RowSpec, length: int) -> bool:
         """Whether a row answers prompts of a length; a control those that no other row of plain RoPE does."""
-        alone = not self.candidates.plain_methods and row.adapter is None
-        return row.crop is None or length > row.crop or alone
+        return row.crop is None or length > row.crop or (row.record is None and not self.has_plain)
 
     def _seconds(self, tokens: int) -> float:
         """Estimated seconds of a window: that of the shortest planned one that is as long, in proportion.
@@ -222,7 +222,7 @@ class Measurement:
             settings = {"window": row.crop, "blocks": self.config.control_blocks}
             rule, passes = PROTOCOLS["cropped"], [longest]
         else:
-            passes = self.passes[row.method or row.adapter or ""]
+            passes = self.passes[row.label]
         return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
 
     def cells(self) -> list[Cell]:
@@ -264,19 +264,15 @@ class Measurement:
 
     def _row_identity(self, row: RowSpec) -> Identity:
         """The encoding of a row, and the files of its adapter that decide what is computed."""
-        candidates = self.candidates
-        if row.adapter is not None:
-            record = candidates.records[row.adapter]
+        if row.record is not None:
             return {
-                "encoding": record.encoding.to_dict(),
-                "adapter": adapter_digests(Path(row.adapter)),
-                "shape": asdict(record.shape),
+                "encoding": row.record.encoding.to_dict(),
+                "adapter": adapter_digests(Path(row.source)),
+                "shape": asdict(row.record.shape),
             }
-        assert row.method is not None
-        changed_to = encoding(PLAIN) if row.method == PLAIN else candidates.encodings[row.method]
-        if changed_to is None:
+        if row.encoding is None:
             return {"shape": None}  # the checkpoint's own encoding, which is in the identity of the model
-        return {"encoding": changed_to.to_dict(), "shape": asdict(candidates.info.shape)}
+        return {"encoding": row.encoding.to_dict(), "shape": asdict(self.candidates.info.shape)}
 
     def missing(self, directory: str | Path) -> list[Cell]:
         """The cells that are not finished in a directory, without a look at the weights, for an estimate."""

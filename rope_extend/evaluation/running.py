@@ -93,7 +93,7 @@ def run(
     with ExitStack() as stack:
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
-        measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in left})
+        measurement.candidates.check_adapters(lm, [cell.row for cell in left])
         identity = model_identity(lm)
         rank, count = (connected.process_index, connected.num_processes) if connected else (0, 1)
         # The others open files of their own when the main process has taken over those of an earlier run.
@@ -157,10 +157,9 @@ def _measure_all(
                 continue  # the others wait at the next cell that all measure together
             if over:
                 break
-            if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
+            if row is None or (row.source, row.adapter) != (cell.row.source, cell.row.adapter):
                 stack.close()
-                prepared = measurement.candidates.prepared(lm, cell.row.method, cell.row.adapter)
-                model = stack.enter_context(prepared)
+                model = stack.enter_context(measurement.candidates.prepared(lm, cell.row))
             row = cell.row
             started = time.perf_counter()
             values = _measure(measurement, model, cell, bar)
@@ -184,7 +183,7 @@ def _seconds(work: float, done: float, begun: float) -> float:
 
 def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:
     """The values of a cell."""
-    about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
+    about = measurement.candidates.subject(model, cell.row)
     if cell.kind == PERPLEXITY:
         result = _perplexity(measurement, model, cell, bar)
         document = Path(measurement.documents[cell.number].name).name

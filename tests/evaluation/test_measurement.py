@@ -87,12 +87,13 @@ def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[Eval
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn", "rerope"]
     one = Measurement(config_of(work))
     lm = one.candidates.load_options.load(one.candidates.name)
-    with one.candidates.prepared(lm, "none") as plainly:
+    plain_row, yarn_row, _ = one.candidates.rows
+    with one.candidates.prepared(lm, plain_row) as plainly:
         plain = rx.perplexity(plainly, one.documents, one.lengths, progress=False)
         cropped = rx.perplexity(
             plainly, one.documents, one.lengths, protocol="cropped", window=32, progress=False
         )
-    with one.candidates.prepared(lm, "yarn") as extended:
+    with one.candidates.prepared(lm, yarn_row) as extended:
         yarn = rx.perplexity(extended, one.documents, one.lengths, progress=False)
     for ours, theirs in zip(rows, (plain, cropped, yarn), strict=False):
         assert numbers(replace(ours.result, data=theirs.data)) == numbers(theirs)
@@ -102,7 +103,7 @@ def test_other_protocols_are_merged_from_their_documents(work: Path) -> None:
     config = config_of(work, methods=["none"], lengths=(16, 64), protocol="sliding", stride=8, max_tokens=150)
     rows, one = rx.evaluate(config, progress=False), Measurement(config)
     lm = one.candidates.load_options.load(one.candidates.name)
-    with one.candidates.prepared(lm, "none") as plain:
+    with one.candidates.prepared(lm, one.candidates.rows[0]) as plain:
         expected = rx.perplexity(plain, one.documents, [16, 64], protocol="sliding", stride=8, progress=False)
     found = rows[0].result
     assert (found.ppl, found.tokens, found.documents) == (expected.ppl, expected.tokens, 2)
