@@ -121,13 +121,9 @@ def pairs(
     names: Sequence[str],
     rows: Sequence[str] = (),
 ) -> list[tuple[EvaluationRow, EvaluationRow]]:
-    """Pairs of rows of two runs: those with equal labels, or those with the given labels.
+    """Pairs of rows of two runs: those with equal labels, or those with the labels `rows` of `compare_saved`.
 
-    Args:
-        first: rows of one run.
-        second: rows of the other run, or of the same one.
-        names: names of the two runs, which are added to equal labels.
-        rows: labels, as in `compare_saved`.
+    `names` are those of the two runs, which are added to equal labels.
     """
     by_label = [{row.label: row for row in run} for run in (first, second)]
     if len(rows) > 2:

@@ -124,8 +124,7 @@ def plan_forward(
     """Estimate the memory and time of windows of these lengths.
 
     Args:
-        model: a checkpoint's directory or hub id, of which only the config is read.
-        empty: the model on the meta device, if it exists already.
+        empty: the model on the meta device, if it exists already; of a checkpoint only the config is read.
         encodings: the encodings that will be used; the one that needs most memory counts. None stands for the
             checkpoint's own.
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.

@@ -94,13 +94,8 @@ class LossComputer:
     ) -> list[Losses]:
         """Losses of a document's targets, for the windows of each pass.
 
-        If memory runs out, the document is repeated with a smaller batch or chunk size.
-
-        Args:
-            name: name of the document, for messages.
-            ids: its token ids, int64 `[T]`.
-            passes: the windows of each pass.
-            bos: token that replaces the first token of every window; None for no replacement.
+        If memory runs out, the document is repeated with a smaller batch or chunk size. `ids` are int64
+        `[T]`, and `bos` replaces the first token of every window, if given.
         """
         while True:
             progress = self.bar.n

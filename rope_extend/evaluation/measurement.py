@@ -22,8 +22,7 @@ from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
-from rope_extend.evaluation.cells import Cell, RowSpec, finished_in
-from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, RowSpec, finished_in
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint

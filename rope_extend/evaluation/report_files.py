@@ -47,12 +47,7 @@ def write_report(
     """Write `results.jsonl`, `table.csv`, `report.md`, `report.html` and the pictures; return their paths.
 
     Each line of `results.jsonl` holds a row's `to_dict()` and the `versions` of the software. `report.html`
-    needs no other file.
-
-    Args:
-        lead: parts that come first.
-        end: parts that come last.
-        prompts: the prompts of all rows, for `prompts.jsonl`.
+    needs no other file. It begins with `lead` and ends with `end`; `prompts` are written to `prompts.jsonl`.
     """
     directory = check_files(directory, FILES, overwrite=overwrite)
     shown = [replace(row, label=writable(row.label)) for row in rows]

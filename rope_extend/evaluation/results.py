@@ -27,11 +27,7 @@ Losses = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def block_starts(lengths: Collection[int]) -> Counts:
-    """First position of each block of losses: multiples of a power of two, at most 256, and each length.
-
-    Args:
-        lengths: the measured lengths in tokens; the longest one ends the last block.
-    """
+    """First position of each block of losses: multiples of a power of two, at most 256, and each length."""
     longest = max(lengths)
     return np.union1d(np.arange(0, longest, 1 << max(0, (longest - 1).bit_length() - 8)), [*lengths])[:-1]
 
@@ -39,12 +35,8 @@ def block_starts(lengths: Collection[int]) -> Counts:
 def control_edges(lengths: Collection[int], blocks: int, window: int | None = None) -> list[int]:
     """Ends of the targets of controls that are not among `block_starts`, ascending.
 
-    They are kept apart, so that a result can be compared with a control on its targets alone.
-
-    Args:
-        lengths: the measured lengths in tokens. Each may be the window of a control.
-        blocks: the number of blocks of a control beyond its window.
-        window: one more window.
+    They are kept apart, so that a result can be compared with a control on its targets alone. Each of the
+    lengths, and `window`, may be that of a control with so many `blocks` beyond it.
     """
     longest = max(lengths)
     windows = {*lengths, window or longest}

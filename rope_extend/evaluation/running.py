@@ -16,8 +16,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
-from rope_extend.evaluation.cells import Cell, CellStore, check_resumed, our_parts
-from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL, collect
+from rope_extend.evaluation.cells import (
+    PERPLEXITY,
+    RETRIEVAL,
+    Cell,
+    CellStore,
+    check_resumed,
+    collect,
+    our_parts,
+)
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import Measurement

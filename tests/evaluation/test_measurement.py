@@ -24,8 +24,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import running
-from rope_extend.evaluation.cells import CELLS, Cell, finished_in
-from rope_extend.evaluation.collecting import collect
+from rope_extend.evaluation.cells import CELLS, Cell, collect, finished_in
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, StudyConfig
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.measurement import Measurement

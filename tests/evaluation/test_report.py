@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.collecting import collect, merged
+from rope_extend.evaluation.cells import collect, merged
 from rope_extend.evaluation.comparison import compare, regressions
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import csv_table, read_results, write_report
