@@ -140,7 +140,6 @@ def perplexity(
         blocks=tokens.get("blocks"),
         edges=edges,
         documents=len(texts),
-        dropped_documents=len(candidates) - len(texts),
         data=fingerprint(texts),
         passes=len(groups),
         forward_tokens=forward_tokens,

@@ -100,7 +100,6 @@ class PerplexityResult(_FromPlain):
         protocol: its name, as in `rope_extend.evaluation.protocols`.
         window: tokens of context, if the context was cropped; else None.
         documents: number of documents that were long enough. All of them were scored in full.
-        dropped_documents: number of documents that were too short.
         data: fingerprint of the scored token sequences. Results can be compared only if it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: total number of tokens that the model processed.
@@ -124,7 +123,6 @@ class PerplexityResult(_FromPlain):
     protocol: str = "prefix"
     window: int | None = None
     documents: int = 0
-    dropped_documents: int = 0
     data: str = ""
     passes: int = 0
     forward_tokens: int = 0

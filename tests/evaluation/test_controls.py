@@ -14,7 +14,7 @@ from batches import logits, tokens
 from cases import TARGET, tiny_llama
 from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
-from test_perplexity import measure, naive_losses, texts, tiny
+from test_perplexity import measure, texts, tiny
 from test_report import row
 from test_verdicts import CONTROL, PLAIN, cropped, judged
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +27,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.cells import RowSpec
-from rope_extend.evaluation.comparison import against_cropped, differences, regressions
+from rope_extend.evaluation.comparison import against_cropped, differences
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
@@ -47,29 +47,6 @@ def measured(label: str, method: str, model, **options) -> EvaluationRow:
 
 def evaluated(model: Path, **settings) -> list[EvaluationRow]:
     return evaluate(EvaluationConfig(model=model, **settings), progress=False)
-
-
-def test_the_window_is_compared_document_by_document() -> None:
-    model, documents = tiny(), texts(64, 64, 70, 65)
-    rows = [
-        measured("none", "none", model),
-        measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED),
-    ]
-    with rx.extend(model, 64, "linear"):
-        rows.append(measured("linear", "linear", model))
-    (found,) = regressions(rows)
-    (change,) = found.differences
-    assert (found.second.label, found.first.label, change.length) == ("linear", "none", TRAINED)
-    before = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
-    with rx.extend(model, 64, "linear"):
-        after = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
-    assert change.nats == pytest.approx((sum(after) - sum(before)) / (4 * 31), abs=1e-6)
-    assert change.low <= change.nats <= change.high
-    assert change.ratio == pytest.approx(rows[2].result.ppl[32] / rows[0].result.ppl[32])
-    # The cropped row has the same loss there, and replaces the plain one.
-    (again,) = regressions(rows[1:])
-    assert again.first.label == "none, cropped to 32"
-    assert again.longest.nats == pytest.approx(change.nats, abs=1e-6)
 
 
 @pytest.mark.parametrize(("documents", "length"), [(10, 384), pytest.param(40, 1024, marks=pytest.mark.slow)])

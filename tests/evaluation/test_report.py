@@ -54,7 +54,6 @@ def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) 
         "protocol": "prefix",
         "window": None,
         "documents": 3,
-        "dropped_documents": 1,
         "data": "0123456789abcdef",
         "passes": 1,
         "forward_tokens": 3 * max(lengths),

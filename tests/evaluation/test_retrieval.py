@@ -1,7 +1,6 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -29,7 +28,6 @@ from rope_extend.evaluation.asking import Subjects, answer, long_prompt
 from rope_extend.evaluation.cells import RETRIEVAL, collect
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
-from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.prompts import Prompts, depths_from, encode, last_tokens, make_prompts
 from rope_extend.evaluation.report_files import markdown_report, read_results
 from rope_extend.evaluation.results import RetrievalResult
@@ -92,19 +90,6 @@ def prompt_rows(length: int, **options: Any) -> list[list[int]]:
 def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:
     config = RetrievalConfig(model=MODEL_DIR, output=output, **settings)
     return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
-
-
-@pytest.mark.parametrize(("progress", "rank"), [(False, 0), (True, 0), (True, 1)])
-def test_the_main_process_shows_progress_as_prompts_are_written(
-    progress: bool, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr("rope_extend.progress.LINE_EVERY", 0.0)
-    caplog.set_level(logging.INFO, "rope_extend")
-    config = RetrievalConfig(model=MODEL_DIR, lengths=(256, 512), depths=(0.5,), trials=2)
-    Measurement(config, progress=progress)
-    last = [line for line in caplog.messages if "writing prompts of passkey, 512: 2/2 prompt [" in line]
-    assert bool(last) == (progress and rank == 0)
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])

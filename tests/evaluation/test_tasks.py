@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation import prompts
 from rope_extend.evaluation.prompts import (
     Prompt,
     Prompts,
@@ -211,20 +210,6 @@ def test_many_shot_shows_each_word_or_refuses_the_length() -> None:
     for length in range(300, 480, 20):
         lines = make_prompt(ManyShot(), PLAIN, length, chat="off").text.splitlines()
         assert {*lines[-16:]} <= {*lines[:-16]}
-
-
-@pytest.mark.parametrize("trial", range(3))
-def test_no_text_is_tokenized_twice_to_fit_a_prompt(monkeypatch: pytest.MonkeyPatch, trial: int) -> None:
-    """A task that fills its prompt by lines writes few texts: tokenizing them again took most of the time."""
-    texts: list[str] = []
-
-    def counted(tokenizer: Any, text: str, chat: bool) -> list[int]:
-        texts.append(text)
-        return encode(tokenizer, text, chat)
-
-    monkeypatch.setattr(prompts, "encode", counted)
-    make_prompt(ManyShot(), PLAIN, 2000, trial=trial, chat="off")
-    assert len(texts) == len({*texts})
 
 
 def test_answers_are_scored_as_in_the_papers() -> None:
