@@ -97,7 +97,12 @@ def perplexity(
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
     _check_vocabulary(texts, lm)
-    groups = _length_groups(rule, model, sizes)
+    if not rule.nested:
+        groups = [[length] for length in sizes]
+    elif rule.settings:  # every forward has the length of the cropped windows, and so the same tables
+        groups = [sizes]
+    else:
+        groups = length_groups(model, sizes)
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
@@ -151,14 +156,6 @@ def perplexity(
         document_terms={length: by_length[length].terms[length] for length in sizes},
         losses=kept if save_losses else None,
     )
-
-
-def _length_groups(rule: Protocol, model: torch.nn.Module, sizes: list[int]) -> list[list[int]]:
-    """Groups of lengths that one pass measures together, each ascending."""
-    if not rule.nested:
-        return [[length] for length in sizes]
-    # With cropped windows every forward has the same length, and so every target the same position tables.
-    return [sizes] if rule.settings else length_groups(model, sizes)
 
 
 def _windows(rule: Protocol, text: Document, length: int, settings: Settings) -> list[Window]:

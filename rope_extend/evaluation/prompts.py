@@ -12,7 +12,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from itertools import chain
@@ -133,10 +133,6 @@ class Prompt:
     def visible(self, crop: int | None) -> int:
         """Tokens that a model sees; the tokens reserved for the answer count in `crop`."""
         return self.tokens if crop is None else min(self.tokens, crop - (self.length - self.tokens))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
-        return {**asdict(self), "answers": list(self.answers)}
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -274,8 +270,6 @@ def make_prompt(
     """
     from rope_extend.models.loading import one_error  # imports torch
 
-    if depth is not None and not 0 <= depth <= 1:
-        raise RopeExtendError(f"depth must be between 0 and 1, got {depth}")
     depth = depth if task.has_depth else None
     use_chat, prompt_tokens = uses_chat(tokenizer, chat), length - task.new_tokens
     rng = random.Random(f"{task.name}|{length}|{depth}|{trial}|{seed}")

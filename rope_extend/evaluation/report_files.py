@@ -7,7 +7,7 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def write_report(
         write_text(partial_files / TABLE, writable(csv_table(rows)))
         names = [RESULTS, TABLE]
         if prompts:
-            write_text(partial_files / PROMPTS, _lines(prompt.to_dict() for prompt in prompts))
+            write_text(partial_files / PROMPTS, _lines(map(asdict, prompts)))
             names.append(PROMPTS)
         models = ", ".join(sorted({model_name(row.model) for row in rows}))
         title = f"{models}: perplexity and retrieval by length"

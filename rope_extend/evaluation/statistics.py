@@ -89,7 +89,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
-        return {name: plain(value) for name, value in asdict(self).items()}
+        return dict(plain(asdict(self)))
 
     @property
     def clear(self) -> bool:

@@ -268,5 +268,3 @@ def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:
     assert make_prompt(Passkey(), PLAIN, least).tokens == least - 10
     with pytest.raises(RopeExtendError, match="needs about"):
         make_prompt(Passkey(), PLAIN, least - 1)
-    with pytest.raises(RopeExtendError, match="between 0 and 1"):
-        make_prompt(Passkey(), PLAIN, 300, 1.5)
