@@ -165,10 +165,9 @@ class Measurement:
                     continue
                 size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(wanted.depths)
                 # No batch has prompts of two trials, so that answered ones stay as they are among more.
-                for end in range(trial, len(prompts) + 1, trial):
-                    self.batches += [
-                        prompts[at : min(at + size, end)] for at in range(end - trial, end, size)
-                    ]
+                for start in range(0, len(prompts), trial):
+                    some = prompts[start : start + trial]
+                    self.batches += [some[at : at + size] for at in range(0, len(some), size)]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -181,17 +180,13 @@ class Measurement:
         untrained = [row for row in candidates.rows if row.record is None]
         plain = next(filter(candidates.is_plain, untrained), None)
         rows = []
-        for row in untrained:
+        for row in candidates.rows:
             rows.append(row)
-            if crops and candidates.is_plain(row) and (documents or row is plain):
+            if crops and candidates.is_plain(row) and (documents or row is plain or row.record):
                 rows.append(self._cropped(row))
         if plain is None and controls and (crops or not documents):
             control = RowSpec(PLAIN, PLAIN, encoding(PLAIN))
-            rows.append(self._cropped(control) if crops else control)
-        for row in candidates.rows[len(untrained) :]:
-            rows.append(row)
-            if crops and candidates.is_plain(row):
-                rows.append(self._cropped(row))
+            rows.insert(len(untrained), self._cropped(control) if crops else control)
         return rows
 
     def _cropped(self, row: RowSpec) -> RowSpec:
