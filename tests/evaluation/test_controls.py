@@ -225,7 +225,7 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
 @pytest.mark.parametrize(
     ("config", "advice"),
     [
-        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r'\(bias="all"\).*\(rope-extend merge\)'),
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r'\(bias="all"\).*\(rope-extend merge, or'),
         (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), r"\(pissa\)"),
         (VeraConfig(r=2, target_modules=["q_proj"], bias="all"), "or merge_and_unload of peft and rope"),
     ],
