@@ -22,10 +22,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.decoders import unwrap
 from rope_extend.models.planned_device import device_of
 
-_SOFTMAX_BYTES = 8 * 2**20
-"""Size in bytes of the log-probabilities that are computed at a time."""
-CHUNK_BYTES = 64 * 2**20
-"""Default budget for the float32 logits of one chunk on a CPU, in bytes."""
+CHUNK_BYTES = 31 * 2**20
+"""Default budget for the float32 logits of one chunk on a CPU, in bytes. Blocks of 32 MiB and more are mapped
+page by page each time they are allocated, which takes a third of the time of the product with the head."""
 GPU_CHUNK_BYTES = 256 * 2**20
 """The same on other devices: each chunk reads the whole head from memory, so few large ones are faster."""
 GPU_ROWS = 128
@@ -137,7 +136,7 @@ def token_losses(
         hidden: the decoder's last hidden states `[B, T, D]`.
         head: from `output_head`, or any function from hidden states to logits.
         targets: int64 `[B, T]`, already shifted: `targets[b, t]` is what `hidden[b, t]` predicts.
-        chunk_bytes: size of the logits of one chunk in float32, in bytes; by default 256 MiB, and 64 MiB on
+        chunk_bytes: size of the logits of one chunk in float32, in bytes; by default 256 MiB, and 31 MiB on
             a CPU. A chunk has at least one token.
         vocabulary: number of logits per token; if not given, the head runs on one token to find out.
     """
@@ -145,25 +144,12 @@ def token_losses(
     if vocabulary is None:
         vocabulary = head(rows[None, :1]).shape[-1]
     size = _tokens_per_chunk(vocabulary, chunk_bytes, device_of(rows))
-    pieces = zip(torch.split(rows, size), torch.split(targets.to(rows.device).flatten(), size), strict=True)
     losses = []
-    buffer = torch.empty(0)
-    for piece, expected in pieces:
+    for piece, expected in zip(torch.split(rows, size), torch.split(targets.flatten(), size), strict=True):
         logits = head(piece[None])[0]
         # The head may be on another device than the layers; hooks move the states to it.
         expected = expected.to(logits.device)
-        rows_each = len(logits)
-        if device_of(logits).type == "cpu":
-            # Large products with the head are fast; the output of the softmax should fit the caches of a CPU.
-            # Half as many if logits are first copied to float32.
-            written = _SOFTMAX_BYTES if logits.dtype == torch.float32 else _SOFTMAX_BYTES // 2
-            rows_each = min(max(1, written // (4 * vocabulary)), len(logits))
-        if len(buffer) < rows_each:
-            buffer = logits.new_empty(rows_each, logits.shape[-1], dtype=torch.float32)
-        parts = zip(torch.split(logits, rows_each), torch.split(expected, rows_each), strict=True)
-        for part, part_targets in parts:
-            logs = torch.log_softmax(part.float(), -1, out=buffer[: len(part)])
-            losses.append(F.nll_loss(logs, part_targets, reduction="none", ignore_index=IGNORED))
+        losses.append(F.cross_entropy(logits.float(), expected, reduction="none", ignore_index=IGNORED))
         del logits  # before the next chunk's are computed
     return torch.cat(losses).view(targets.shape)
 
@@ -188,14 +174,8 @@ class _SummedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute loss and gradients of the scored tokens, `size` at a time.
 
-        Args:
-            ctx: context of autograd.
-            hidden: `[B, T, D]`.
-            targets: int64 `[B, T]`, already shifted, -100 for tokens that are not scored.
-            head: from hidden states to logits.
-            size: tokens per chunk.
-            trained: every leaf of the head's graph. Each is an input, so that autograd reaches it, and so
-                does DistributedDataParallel, which waits for its gradient.
+        `trained` has every leaf of the head's graph. Each is an input, so that autograd reaches it, and so
+        does DistributedDataParallel, which waits for its gradient.
         """
         rows, expected = hidden.flatten(0, 1), targets.flatten()
         backward = ctx.needs_input_grad[0]  # of the hidden states, for the decoder
@@ -292,18 +272,13 @@ def output_head(model: torch.nn.Module) -> Head:
     Granite divides them, and HyperCLOVA X multiplies by a number that has the same name in Granite's config.
     None of this is repeated here: the model's own forward runs, with a decoder that returns the given hidden
     states.
-
-    If gradients are disabled, a call may overwrite the logits of the call before.
     """
     lm = causal_lm(model)
-    # A second view of the model with the same tensors, in which two modules are replaced.
+    # A second view of the model with the same tensors, in which the decoder is replaced.
     view = object.__new__(type(lm))
     modules = dict(lm._modules)
     name = decoder_name(lm)
     modules[name] = _GivenStates(modules[name])
-    for name, module in lm.named_children():
-        if module is lm.get_output_embeddings() and _is_plain(module):
-            modules[name] = _ReusedBuffer(module)
     view.__dict__ = {**lm.__dict__, "_modules": modules}
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -365,47 +340,3 @@ class _GivenStates(torch.nn.Module):
                 f"this family's forward uses {name!r} inside its decoder, so its head cannot run alone"
             )
         return value
-
-
-class _ReusedBuffer(torch.nn.Module):
-    """Replaces the last matrix and, if gradients are disabled, writes every product to the same buffer.
-
-    A CPU's allocator returns blocks of this size to the system at once. New ones are mapped page by page,
-    which takes a third of the time of the product.
-    """
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.__dict__["linear"], self.buffer = linear, torch.empty(0)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        linear: torch.nn.Linear = self.__dict__["linear"]
-        device = hidden.device.type
-        cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if torch.is_grad_enabled() or cast:
-            return linear(hidden)
-        rows = hidden.flatten(0, -2)
-        size = rows.shape[0] * linear.out_features
-        if self.buffer.numel() < size:
-            self.buffer = torch.empty(0)  # frees the old one first
-            self.buffer = rows.new_empty(size)
-        logits = self.buffer[:size].view(-1, linear.out_features)
-        if linear.bias is None:
-            torch.mm(rows, linear.weight.T, out=logits)
-        else:
-            torch.addmm(linear.bias, rows, linear.weight.T, out=logits)
-        return logits.view(*hidden.shape[:-1], -1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["linear"], name)
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether a module is just a matrix: no adapter, no quantisation, no hook, not spread over devices."""
-    return (
-        type(module) is torch.nn.Linear
-        and type(module.weight) is torch.nn.Parameter
-        and "forward" not in vars(module)  # accelerate binds one to fetch a weight from another device
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-    )

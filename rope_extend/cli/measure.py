@@ -62,7 +62,7 @@ def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
-    """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
+    """Measure retrieval over depth and length: passkeys, needles, many-shot learning, on the same prompts.
 
     The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. The report has
     prompts.jsonl, results.jsonl, tables with controls, accuracy against length, and heat maps in report.html.

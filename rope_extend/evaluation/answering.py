@@ -189,13 +189,7 @@ def _in_place(model: nn.Module, tokenizer: Any, prompt: Prompt, row: Sequence[in
     """The most likely tokens in place of each answer at the end of a prompt, one answer in a line.
 
     An answer that is one word would be generated if and only if all its tokens are the most likely ones.
-
-    Args:
-        row: the token ids that the model sees.
-
-    Raises:
-        RopeExtendError: the tokenizer does not tell which characters a token has, or the model does not see
-            all the questions.
+    `row` has the token ids that the model sees.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise RopeExtendError(f"{prompt.task} needs a tokenizer of the library tokenizers; load a fast one")

@@ -124,22 +124,18 @@ class Subjects:
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
-        directory = Path(name)
-        if not is_adapter(directory):
-            if base_model is not None:
-                raise RopeExtendError(
-                    f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
-                )
+        directory, adapter = Path(name), is_adapter(Path(name))
+        others = {"target_length=": target_length, "trained_length=": trained_length}
+        for option, value in (others if adapter else {"base_model=": base_model}).items():
+            if value is not None:
+                holds = "an adapter, whose record says its windows" if adapter else "no adapter"
+                raise RopeExtendError(f"{name} holds {holds}; leave {option} out")
+        if not adapter:
             methods = (AS_IS,) if target_length is None else (AS_IS, method or "yarn")
             lengths = None if target_length is None else (target_length,)
             config = ModelConfig(name, methods=methods, lengths=lengths, trained_length=trained_length)
             candidates = Candidates.of(config, load_options)
             return cls(candidates, target_length or candidates.info.window, name)
-        if target_length is not None or trained_length is not None:
-            given = "trained_length=" if target_length is None else "target_length="
-            raise RopeExtendError(
-                f"{name} holds an adapter, whose record says its windows; leave {given} out"
-            )
         record = checked_record(directory, check_files=True)
         base = base_name(*record.base(directory, base_model))
         config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)
@@ -149,7 +145,7 @@ class Subjects:
     @property
     def is_extended(self) -> bool:
         """Whether there is a model before and one after."""
-        return len(self.candidates.encodings) + len(self.candidates.records) > 1
+        return len(self.candidates.rows) > 1
 
     def models(self, *, before: bool = True) -> Iterator[tuple[str, Any]]:
         """Load the model once; yield a label and the model as it was, if wanted, and as it is extended."""
@@ -158,12 +154,12 @@ class Subjects:
         if not self.is_extended:
             yield f"{candidates.name}, window {window}", model
             return
-        candidates.check_adapters(model, candidates.records)  # before the first answer
+        candidates.check_adapters(model, candidates.rows)  # before the first answer
         if before:
             yield f"before: {candidates.name}, trained on {format_length(candidates.trained_length)}", model
-        adapter, method = next(iter(candidates.records), None), [*candidates.encodings][-1]
-        with candidates.prepared(model, None if adapter else method, adapter) as extended:
+        row = candidates.rows[-1]
+        with candidates.prepared(model, row) as extended:
             patch = current_patch(extended)
             encoding = patch.encoding if patch else "its own encoding"
-            how = f"{adapter}, {encoding}" if adapter else f"{encoding} without training"
+            how = f"{row.adapter}, {encoding}" if row.adapter else f"{encoding} without training"
             yield f"after: {how}, window {window}", extended

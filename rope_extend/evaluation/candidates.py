@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,13 @@ from torch import nn
 from rope_extend.checkpoint.info import ModelInfo, info
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.peft_models import changes_base, remove_adapter
-from rope_extend.checkpoint.record import Record, read_record
+from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.evaluation.cells import RowSpec
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
-from rope_extend.evaluation.labels import method_labels
+from rope_extend.evaluation.labels import adapter_labels, method_labels
 from rope_extend.evaluation.results import SAME_WEIGHTS
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import CURRENT
@@ -44,8 +45,7 @@ class Candidates:
         empty: the model on the meta device.
         info: its position encoding.
         lengths: lengths in tokens, ascending; methods extend the model to the longest.
-        encodings: the encoding of each method, by the method's name; None for the checkpoint's own.
-        records: the record of each adapter, by its directory.
+        rows: the rows without controls, those of methods first.
     """
 
     name: str
@@ -53,8 +53,7 @@ class Candidates:
     empty: nn.Module
     info: ModelInfo
     lengths: tuple[int, ...]
-    encodings: Mapping[str, Encoding | None]
-    records: Mapping[str, Record]
+    rows: Sequence[RowSpec]
 
     @classmethod
     def of(cls, config: ModelConfig, load_options: LoadOptions | None = None) -> Self:
@@ -68,8 +67,13 @@ class Candidates:
         model_info = info(empty, trained_length=config.trained_length)
         shape = model_info.shape
         lengths = config.lengths or tuple(shape.trained_length << n for n in range(DOUBLINGS + 1))
-        assert config.methods is not None
-        encodings = {method: method_encoding(method, shape, lengths[-1]) for method in config.methods}
+        labels = method_labels(config.methods or ())  # refuses a saved encoding that is given twice
+        if PLAIN in labels:
+            labels[PLAIN] = plain_label(model_info)
+        rows = [
+            RowSpec(label, method, method_encoding(method, shape, lengths[-1]))
+            for method, label in labels.items()
+        ]
         records = {adapter: read_record(adapter) for adapter in config.adapters}
         for adapter, record in records.items():
             _check_removable(Path(adapter))
@@ -78,8 +82,11 @@ class Candidates:
                     f"the adapter in {adapter} belongs to another model than {config.model!r}: it was "
                     f"trained on {record.shape}, and the model has {shape}; give the adapter's base model"
                 )
-        method_labels(encodings)  # refuses a saved encoding that is given twice
-        candidates = cls(config.model, load_options, empty, model_info, lengths, encodings, records)
+        rows += [
+            RowSpec(label, adapter, records[adapter].encoding, records[adapter])
+            for adapter, label in adapter_labels(records).items()
+        ]
+        candidates = cls(config.model, load_options, empty, model_info, lengths, rows)
         candidates.length_groups(lengths)  # refuses a method that changes nothing
         return candidates
 
@@ -88,52 +95,31 @@ class Candidates:
         """The pretrained window in tokens."""
         return self.info.shape.trained_length
 
-    @property
-    def plain_label(self) -> str:
-        """The label of plain RoPE, which says if it is not the model before its extension."""
-        own = self.info.encoding != PLAIN and (self.info.record is not None or self.info.start == CURRENT)
-        return SAME_WEIGHTS if own else PLAIN
-
-    @property
-    def plain_methods(self) -> list[str]:
-        """The methods that give plain RoPE."""
-        plain = {PLAIN, *([AS_IS] if self.info.encoding == PLAIN else [])}
-        return [method for method in self.encodings if method in plain]
-
-    @property
-    def plain_adapters(self) -> list[str]:
-        """The adapters of plain RoPE that were not fine-tuned beyond the trained window."""
-        return [
-            adapter
-            for adapter, record in self.records.items()
-            if record.encoding.name == PLAIN and record.target_length <= self.trained_length
-        ]
+    def is_plain(self, row: RowSpec) -> bool:
+        """Whether a row is plain RoPE, not fine-tuned beyond the trained window."""
+        if row.record is not None:
+            return row.record.encoding.name == PLAIN and row.record.target_length <= self.trained_length
+        return row.source == PLAIN or (row.encoding is None and self.info.encoding == PLAIN)
 
     def length_groups(self, lengths: Sequence[int]) -> dict[str, list[list[int]]]:
-        """The groups of lengths with equal tables, by the method or the directory of the adapter.
+        """The groups of lengths with equal tables, by the label of the row.
 
         One pass over a document measures a group, see `rope_extend.models.rotary_tables.length_groups`.
         """
         groups = {}
-        with quiet_patching():
-            for method in self.encodings:
-                with self._untrained(self.empty, method):
-                    groups[method] = length_groups(self.empty, lengths)
-            for adapter, record in self.records.items():
-                trained, target = record.shape.trained_length, record.target_length
-                with patch_model(self.empty, record.encoding, trained_length=trained, target_length=target):
-                    groups[adapter] = length_groups(self.empty, lengths)
+        for row in self.rows:
+            with quiet_patching(), self._patched(self.empty, row):
+                groups[row.label] = length_groups(self.empty, lengths)
         return groups
 
     @contextmanager
-    def prepared(self, lm: Any, method: str | None = None, adapter: str | None = None) -> Iterator[nn.Module]:
-        """The model under a method, `none` or one of `encodings`, or with an adapter, within the block."""
-        if method is not None:
-            with self._untrained(lm, method):
+    def prepared(self, lm: Any, row: RowSpec) -> Iterator[nn.Module]:
+        """The model under the method of a row, or with its adapter, within the block."""
+        if row.record is None:
+            with self._patched(lm, row):
                 yield lm
             return
-        assert adapter is not None
-        tuned = cast_adapter(load_adapter(lm, adapter))
+        tuned = cast_adapter(load_adapter(lm, row.source))
         try:
             yield tuned.eval()
         finally:
@@ -142,41 +128,46 @@ class Candidates:
             if patch_of_adapter is not None:
                 patch_of_adapter.remove()
 
-    def check_adapters(self, lm: Any, adapters: Collection[str | None]) -> None:
-        """Load some adapters once: one of another base model is refused before anything is measured."""
-        for adapter in self.records:
-            if adapter in adapters:
-                with quiet_patching(), self.prepared(lm, adapter=adapter):
-                    pass
+    def check_adapters(self, lm: Any, rows: Collection[RowSpec]) -> None:
+        """Load adapters once: one of another base model is refused before anything is measured."""
+        for row in {row.adapter: row for row in rows if row.record is not None}.values():
+            with quiet_patching(), self.prepared(lm, row):
+                pass
 
     @contextmanager
-    def _untrained(self, lm: Any, method: str) -> Iterator[None]:
-        changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
-        if changed_to is None:
+    def _patched(self, lm: Any, row: RowSpec) -> Iterator[None]:
+        """The model with the encoding of a row, and without its adapter."""
+        if row.encoding is None:
             yield
             return
-        target = None if method == PLAIN else self.lengths[-1]
-        with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
-            if method != PLAIN and not patch.changed:
+        target = None if row.source == PLAIN else self.lengths[-1]
+        target = target if row.record is None else row.record.target_length
+        with patch_model(lm, row.encoding, trained_length=self.trained_length, target_length=target) as patch:
+            if row.record is None and row.source != PLAIN and not patch.changed:
                 raise PatchError(
-                    f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
+                    f"{row.source} leaves the rotary tables of {self.name} unchanged; leave it out of "
                     f"methods, or use {AS_IS}"
                 )
             yield
 
-    def subject(self, model: nn.Module, label: str, adapter: str | None = None) -> dict[str, Any]:
+    def subject(self, model: nn.Module, row: RowSpec) -> dict[str, Any]:
         """What a row says of the model that was measured, see `EvaluationRow`."""
         patch = current_patch(model)
-        record = None if adapter is None else self.records[adapter]
         return {
-            "label": label,
+            "label": row.label,
             "encoding": patch.encoding.to_dict() if patch else None,
             "model": self.name,
-            "adapter": adapter,
+            "adapter": row.adapter,
             "trained_length": self.trained_length,
             "rope_parameters": None if patch else self.info.rope_parameters,
-            "target_length": record.target_length if record else None,
+            "target_length": row.record.target_length if row.record else None,
         }
+
+
+def plain_label(info: ModelInfo) -> str:
+    """The label of plain RoPE, which says if it is not the model before its extension."""
+    own = info.encoding != PLAIN and (info.record is not None or info.start == CURRENT)
+    return SAME_WEIGHTS if own else PLAIN
 
 
 def cast_adapter(model: Any) -> Any:
@@ -204,12 +195,10 @@ def _check_removable(adapter: Path) -> None:
     bias = config.get("bias", "none")
     reason = changes_base(SimpleNamespace(**config)) or (None if bias == "none" else f'bias="{bias}"')
     if reason is not None:
-        is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-        how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
         raise RopeExtendError(
-            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
-            f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
-            "checkpoint as the model"
+            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), also for "
+            "the rows that follow. Merge it first (rope-extend merge, or merge_and_unload of peft and "
+            "rope_extend.save), and give the merged checkpoint as the model"
         )
 
 

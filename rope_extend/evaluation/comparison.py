@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
-from rope_extend.evaluation.statistics import Difference, RateDifference, paired, ppl
+from rope_extend.evaluation.statistics import Difference, RateDifference, paired
 from rope_extend.units import format_length
 
 
@@ -52,16 +51,6 @@ class Comparison:
     def longest(self) -> Difference:
         """The difference of the losses at the longest length."""
         return max(self.differences, key=lambda change: change.length)
-
-    def by_document(self) -> list[tuple[int, str, float]]:
-        """Lengths beyond the window, names of documents, and their ratios to the control up to the length."""
-        common = self.second.result.on_targets_of(self.first.result)
-        names, ratios = self.second.result.document_names, list[tuple[int, str, float]]()
-        for change in self.differences:
-            if common and (sums := common.up_to(change.length)):
-                nats = (sums[1] - sums[0]) / sums[2]
-                ratios += zip(repeat(change.length), names, map(ppl, nats))  # older results have no names
-        return ratios
 
     @property
     def beyond(self) -> int | None:
@@ -101,18 +90,11 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
             )
     lengths = sorted(first.result.ppl.keys() & second.result.ppl.keys())
     found = beyond or differences(first.result, second.result, lengths)
-    before, after = first.retrieval, second.retrieval
-    changes = _changes(before, after)
-    answered = [(task, n) for task in before.tasks for n in before.lengths(task) if after.at(task, n)]
-    if len(changes) < len(answered) and not found:
-        task, length = next(each for each in answered if each not in [change[:2] for change in changes])
-        raise RopeExtendError(
-            f"{rows} had different prompts of {task} at {length} tokens, so they cannot be compared; measure "
-            "both with the same depths, trials, seed, data and chat"
-        )
+    changes = _changes(first.retrieval, second.retrieval)
     if not found and not changes:
         raise RopeExtendError(
-            f"{rows} have no length, and no task and length, in common; measure both with the same lengths"
+            f"{rows} have no length, and no prompts, in common; measure both with the same lengths, tasks, "
+            "depths, trials, seed, data and chat"
         )
     return Comparison(first, second, found, changes)
 
@@ -139,13 +121,9 @@ def pairs(
     names: Sequence[str],
     rows: Sequence[str] = (),
 ) -> list[tuple[EvaluationRow, EvaluationRow]]:
-    """Pairs of rows of two runs: those with equal labels, or those with the given labels.
+    """Pairs of rows of two runs: those with equal labels, or those with the labels `rows` of `compare_saved`.
 
-    Args:
-        first: rows of one run.
-        second: rows of the other run, or of the same one.
-        names: names of the two runs, which are added to equal labels.
-        rows: labels, as in `compare_saved`.
+    `names` are those of the two runs, which are added to equal labels.
     """
     by_label = [{row.label: row for row in run} for run in (first, second)]
     if len(rows) > 2:

@@ -104,10 +104,7 @@ def measure(
 ) -> Measured:
     """Measure everything that the settings ask for, and write the report.
 
-    No other process may write to the directory until the report is there.
-
-    Raises:
-        RopeExtendError: as `evaluate`.
+    No other process may write to the directory until the report is there. Errors are those of `evaluate`.
     """
     if (resume or overwrite) and config.output is None:
         raise RopeExtendError(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, replace
 from typing import Annotated, Any, ClassVar, cast
 
-from rope_extend.checks import FLAG, Kind, choice, or_word, require
+from rope_extend.checks import FLAG, Kind, choice, number, or_word, require
 from rope_extend.config import (
     AUTO,
     COUNT,
@@ -23,13 +23,14 @@ from rope_extend.config import (
     TEXT,
     Config,
     items,
+    list_of,
     method_item,
     or_auto,
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
-from rope_extend.evaluation.protocols import CONTROL_BLOCKS, WindowSettings, protocol_named
-from rope_extend.evaluation.tasks import TASKS, TEMPLATES
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, protocol_named
+from rope_extend.evaluation.tasks import TASKS
 from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_path
@@ -69,15 +70,17 @@ def _chat(value: Any) -> str:
 
 
 def _depths(value: Any) -> int | tuple[float, ...]:
-    depths, width = depths_from(value)
-    return len(depths) if width else depths
+    if isinstance(value, int):
+        return int(POSITIVE_COUNT.parse(value))
+    return tuple(sorted({*_EXACT_DEPTHS.parse(value)}))
 
 
 _NAMES = Kind("a list of names or paths", _names, plain=True)
 _METHODS = Kind("a list of methods", _methods, plain=True, item=method_item)
 _REPEATED_SOURCES = replace(SOURCES, repeated=True)
 _MEMORY = Kind("a size with its unit, such as 24GB", memory_size, plain=True)
-DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", _depths, item=float)
+_EXACT_DEPTHS = list_of(number(0, 1), "a list of depths between 0 and 1")
+DEPTHS_KIND = Kind(f"a number of depths, or {_EXACT_DEPTHS.expected}", _depths, item=float)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True, item=choice(*TASKS).parse)
 
@@ -194,8 +197,8 @@ class ModelConfig(Config):
         raise NotImplementedError
 
     @property
-    def window_settings(self) -> WindowSettings:
-        """The settings of the protocol that were given."""
+    def window_settings(self) -> dict[str, Any]:
+        """The settings of the protocol; None for those that were not given."""
         return {}
 
     def computed_defaults(self) -> Mapping[str, Any]:
@@ -283,11 +286,10 @@ class EvaluationConfig(ModelConfig):
         return Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), optional_length=optional)
 
     @property
-    def window_settings(self) -> WindowSettings:
-        """The settings of the protocol that were given."""
+    def window_settings(self) -> dict[str, Any]:
+        """The settings of the protocol; None for those that were not given."""
         blocks = self.control_blocks if "blocks" in protocol_named(self.protocol).settings else None
-        values = {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
-        return WindowSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[typeddict-item]
+        return {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
 
 
 @dataclass(frozen=True)
@@ -307,21 +309,16 @@ class PromptConfig(ModelConfig):
     chat: Annotated[
         str, CHAT_KIND, "whether to use the tokenizer's chat template; auto uses it if it exists"
     ] = "auto"
-    template: Annotated[
-        str | None,
-        choice(*TEMPLATES),
-        "form of the passkey task (default: published; demo for the bundled model)",
-    ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed"),
+        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "seed"),
         **ModelConfig.groups,
     }
 
     def prompts_at(self, lengths: Iterable[int], optional_length: int | None = None) -> Prompts:
         """The prompts of these lengths."""
-        how = (*depths_from(self.depths), self.trials, self.seed, self.chat, self.template)
+        how = (*depths_from(self.depths), self.trials, self.seed, self.chat)
         return Prompts(self.tasks, tuple(sorted(lengths)), *how, optional_length) if self.tasks else Prompts()
 
 

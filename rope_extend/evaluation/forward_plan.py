@@ -124,8 +124,7 @@ def plan_forward(
     """Estimate the memory and time of windows of these lengths.
 
     Args:
-        model: a checkpoint's directory or hub id, of which only the config is read.
-        empty: the model on the meta device, if it exists already.
+        empty: the model on the meta device, if it exists already; of a checkpoint only the config is read.
         encodings: the encodings that will be used; the one that needs most memory counts. None stands for the
             checkpoint's own.
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
@@ -156,7 +155,16 @@ def plan_forward(
         estimator = ForwardEstimator(
             lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
-        return _plan(estimator, sizes, chunk, load_options.split_window)
+        operations, rates = operations_of(lm), measured_rates(lm, budget.device)
+        windows = []
+        for tokens in sizes:
+            seconds = operations.linear * tokens / rates.linear
+            seconds += operations.attention(tokens) / rates.attention
+            seconds /= load_options.split_window
+            windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds))
+        fits = budget.fits(windows[-1])
+        longest_fit = None if fits else estimator.longest_fit(sizes[-1], chunk or SMALLEST_CHUNK)
+        return ForwardPlan(tuple(windows), budget, longest_fit)
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -189,21 +197,6 @@ def _changed(
 def planned_split(model: nn.Module, processes: int) -> AbstractContextManager[Any]:
     """A context in which a model without weights is that of one of the processes that share each window."""
     return SplitWindow(causal_lm(model), Processes(None, processes)) if processes > 1 else nullcontext()
-
-
-def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, processes: int
-) -> ForwardPlan:
-    operations = operations_of(estimator.model)
-    rates = measured_rates(estimator.model, estimator.budget.device)
-    windows = []
-    for tokens in lengths:
-        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
-        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds / processes))
-    longest_fit = None
-    if not estimator.budget.fits(windows[-1]):
-        longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
-    return ForwardPlan(tuple(windows), estimator.budget, longest_fit)
 
 
 class ForwardEstimator:

@@ -142,15 +142,10 @@ def _line_break(tokenizer: Any) -> int:
 
 
 def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequence[str]) -> None:
-    """Run `lm-eval run` on a model.
+    """Run `lm-eval run` on a model, which the arguments of `ExtendedLM` name.
 
-    Args:
-        model: the arguments of `ExtendedLM`.
-        lengths: lengths of tasks that make their own prompts, such as `ruler`, in tokens.
-        words: all other arguments of the harness, as on its command line.
-
-    Raises:
-        RopeExtendError: the tasks are missing, or there are none of these names.
+    `lengths` are those of tasks that make their own prompts, such as `ruler`, in tokens; `words` are all
+    other arguments of the harness, as on its command line.
     """
     if not {"--tasks", "-t", "--config", "-C"} & {word.partition("=")[0] for word in words}:
         raise RopeExtendError("lm-eval needs --tasks, such as --tasks ruler; `lm-eval ls tasks` lists them")

@@ -94,13 +94,8 @@ class LossComputer:
     ) -> list[Losses]:
         """Losses of a document's targets, for the windows of each pass.
 
-        If memory runs out, the document is repeated with a smaller batch or chunk size.
-
-        Args:
-            name: name of the document, for messages.
-            ids: its token ids, int64 `[T]`.
-            passes: the windows of each pass.
-            bos: token that replaces the first token of every window; None for no replacement.
+        If memory runs out, the document is repeated with a smaller batch or chunk size. `ids` are int64
+        `[T]`, and `bos` replaces the first token of every window, if given.
         """
         while True:
             progress = self.bar.n
@@ -166,7 +161,7 @@ class LossComputer:
         """Losses `[B, end − first]` of the targets at `first … end−1` of windows `[B, T]`."""
         if self.chunked.split is not None:
             return self._shared_losses(inputs, targets, first, end)
-        losses = []
+        losses, head = [], output_head(self.model)
         start = 0
         for hidden in self.hidden(inputs):
             # The state at t predicts the token at t + 1.
@@ -174,13 +169,11 @@ class LossComputer:
             if low < high:
                 chunk = targets[:, low + 1 - first : high + 1 - first]
                 states = hidden[:, low - start : high - start]
-                head = output_head(self.model)  # made for each chunk, because it keeps a chunk's logits
                 losses.append(
                     token_losses(
                         states, head, chunk, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
                     )
                 )
-                del head
             start += hidden.shape[1]
         return torch.cat(losses, dim=1)
 

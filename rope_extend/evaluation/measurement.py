@@ -21,12 +21,10 @@ from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidates
-from rope_extend.evaluation.cells import Cell, RowSpec, finished_in
-from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL
+from rope_extend.evaluation.candidates import Candidates, plain_label
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, RowSpec, finished_in
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
-from rope_extend.evaluation.labels import adapter_labels, method_labels
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
 from rope_extend.evaluation.results import control_edges
@@ -34,7 +32,6 @@ from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.journal import Identity
 from rope_extend.memory.budget import expand_segments
 from rope_extend.memory.meta_device import quiet_patching
-from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.units import format_duration, format_length
@@ -53,7 +50,6 @@ class Measurement:
     Args:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
-        load_options: how the model is loaded; by default as in `config`.
         progress: show the estimate, and how many prompts are written.
     """
 
@@ -62,19 +58,19 @@ class Measurement:
         config: ModelConfig,
         *,
         texts: bool = True,
-        load_options: LoadOptions | None = None,
         progress: bool = True,
     ) -> None:
         expand_segments()
         self.config = config
-        self.candidates = candidates = Candidates.of(config, load_options)
-        for adapter, record in candidates.records.items():
-            check_directory(Path(adapter), record.weights, record.configs)
+        self.candidates = candidates = Candidates.of(config)
+        for row in candidates.rows:
+            if row.record is not None:
+                check_directory(Path(row.source), row.record.weights, row.record.configs)
         self.trained = candidates.trained_length
         extends = candidates.lengths[-1] > self.trained
-        plain = candidates.plain_methods
-        extended = len(candidates.encodings) + len(candidates.records) > len(plain)
-        extended &= bool(plain) or extends
+        plain = [row for row in candidates.rows if row.record is None and candidates.is_plain(row)]
+        extended = len(candidates.rows) > len(plain) and (bool(plain) or extends)
+        self.has_plain = bool(plain)
         self.prompt_settings = config.prompts(candidates.lengths, self.trained, extended=extended)
         self.rule = protocol_named(config.protocol)
         self.lengths = list(candidates.lengths)
@@ -84,30 +80,25 @@ class Measurement:
         self.crops = config.cropped and extends and config.protocol == "prefix"
         self.rows = self._rows(config.documents, config.cropped)
         self.passes = self._pass_lengths()
-        for method in candidates.encodings if config.split_window > 1 else ():
-            with quiet_patching(), candidates.prepared(candidates.empty, method):
-                check_split(candidates.empty, config.split_window)
+        for row in candidates.rows if config.split_window > 1 else ():
+            if row.record is None:
+                with quiet_patching(), candidates.prepared(candidates.empty, row):
+                    check_split(candidates.empty, config.split_window)
         self.plan = self._plan()
         if self.plan is not None and texts:
             self.plan.check()
             if progress:  # before prompts are written, which may take long
                 logger.info("%s", self.plan)
         self.documents: list[Document] = []
-        self.names: list[str] = []
         self.tasks: dict[str, Task] = {}
         self.batches: list[list[Prompt]] = []
         if texts:
             self.tokenizer = pretrained(AutoTokenizer, candidates.name)
             self.documents = self._documents()
-            times = Counter(Path(each.name).name for each in self.documents)
-            self.names = [
-                each.name if times[Path(each.name).name] > 1 else Path(each.name).name
-                for each in self.documents
-            ]
             self._write_prompts(progress)
 
     def _pass_lengths(self) -> dict[str, list[int]]:
-        """The length of each pass over a document, by the method or the directory of the adapter.
+        """The length of each pass over a document, by the label of the row.
 
         A nested protocol needs one pass for all lengths; one for each group of lengths with equal tables, if
         the tables depend on the length. Its windows of a fixed length have the same table at any length.
@@ -115,23 +106,22 @@ class Measurement:
         candidates, rule = self.candidates, self.rule
         if rule.nested and not rule.settings:
             groups = candidates.length_groups(self.lengths)
-            return {name: [group[-1] for group in several] for name, several in groups.items()}
+            return {label: [group[-1] for group in several] for label, several in groups.items()}
         passes = [self.lengths[-1]] if rule.nested else self.lengths
-        return dict.fromkeys([*candidates.encodings, *candidates.records], passes)
+        return {row.label: passes for row in candidates.rows}
 
     def _plan(self) -> ForwardPlan | None:
         """The memory and time of windows of every length that occurs; None for a family without estimates."""
         candidates, config = self.candidates, self.config
-        encodings = [
-            each for name, each in candidates.encodings.items() if each is not None and name != PLAIN
-        ]
+        trained = [(Path(row.source), row.record.encoding) for row in candidates.rows if row.record]
+        untrained = [row for row in candidates.rows if row.record is None and row.source != PLAIN]
         return plan_forward(
             candidates.name,
             self.lengths,
             load_options=candidates.load_options,
             empty=candidates.empty,
-            encodings=[None, *encodings],
-            adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
+            encodings=[None, *(row.encoding for row in untrained if row.encoding is not None)],
+            adapters=trained,
             trained_length=self.trained,
             chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
@@ -163,8 +153,7 @@ class Measurement:
         if not wanted.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
-        template = wanted.template or template_for(self.candidates.name)
-        tasks = make_tasks(wanted.tasks, haystack=texts, template=template)
+        tasks = make_tasks(wanted.tasks, haystack=texts, template=template_for(self.candidates.name))
         self.tasks = {task.name: task for task in tasks}
         shown = progress and is_main_process()
         for task in tasks:
@@ -178,10 +167,9 @@ class Measurement:
                     continue
                 size, trial = max(1, BATCH_TOKENS // prompts[0].tokens), len(wanted.depths)
                 # No batch has prompts of two trials, so that answered ones stay as they are among more.
-                for end in range(trial, len(prompts) + 1, trial):
-                    self.batches += [
-                        prompts[at : min(at + size, end)] for at in range(end - trial, end, size)
-                    ]
+                for start in range(0, len(prompts), trial):
+                    some = prompts[start : start + trial]
+                    self.batches += [some[at : at + size] for at in range(0, len(some), size)]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -191,19 +179,16 @@ class Measurement:
     def _rows(self, documents: bool, controls: bool) -> list[RowSpec]:
         """The rows, each control with a cropped context after the row of the same weights."""
         candidates, crops = self.candidates, self.crops
-        plain = next(iter(candidates.plain_methods), None)
-        rows, labels = [], method_labels(candidates.encodings) | {PLAIN: candidates.plain_label}
-        for method in candidates.encodings:
-            rows.append(RowSpec(labels[method], method=method))
-            if crops and method in candidates.plain_methods and (documents or method == plain):
-                rows.append(self._cropped(rows[-1]))
+        untrained = [row for row in candidates.rows if row.record is None]
+        plain = next(filter(candidates.is_plain, untrained), None)
+        rows = []
+        for row in candidates.rows:
+            rows.append(row)
+            if crops and candidates.is_plain(row) and (documents or row is plain or row.record):
+                rows.append(self._cropped(row))
         if plain is None and controls and (crops or not documents):
-            control = RowSpec(labels[PLAIN], method=PLAIN)
-            rows.append(self._cropped(control) if crops else control)
-        for adapter, label in adapter_labels(candidates.records).items():
-            rows.append(RowSpec(label, adapter=adapter))
-            if crops and adapter in candidates.plain_adapters:
-                rows.append(self._cropped(rows[-1]))
+            control = RowSpec(plain_label(candidates.info), PLAIN, encoding(PLAIN))
+            rows.insert(len(untrained), self._cropped(control) if crops else control)
         return rows
 
     def _cropped(self, row: RowSpec) -> RowSpec:
@@ -213,8 +198,7 @@ class Measurement:
 
     def _answers(self, row: RowSpec, length: int) -> bool:
         """Whether a row answers prompts of a length; a control those that no other row of plain RoPE does."""
-        alone = not self.candidates.plain_methods and row.adapter is None
-        return row.crop is None or length > row.crop or alone
+        return row.crop is None or length > row.crop or (row.record is None and not self.has_plain)
 
     def _seconds(self, tokens: int) -> float:
         """Estimated seconds of a window: that of the shortest planned one that is as long, in proportion.
@@ -234,7 +218,7 @@ class Measurement:
             settings = {"window": row.crop, "blocks": self.config.control_blocks}
             rule, passes = PROTOCOLS["cropped"], [longest]
         else:
-            passes = self.passes[row.method or row.adapter or ""]
+            passes = self.passes[row.label]
         return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
 
     def cells(self) -> list[Cell]:
@@ -276,19 +260,15 @@ class Measurement:
 
     def _row_identity(self, row: RowSpec) -> Identity:
         """The encoding of a row, and the files of its adapter that decide what is computed."""
-        candidates = self.candidates
-        if row.adapter is not None:
-            record = candidates.records[row.adapter]
+        if row.record is not None:
             return {
-                "encoding": record.encoding.to_dict(),
-                "adapter": adapter_digests(Path(row.adapter)),
-                "shape": asdict(record.shape),
+                "encoding": row.record.encoding.to_dict(),
+                "adapter": adapter_digests(Path(row.source)),
+                "shape": asdict(row.record.shape),
             }
-        assert row.method is not None
-        changed_to = encoding(PLAIN) if row.method == PLAIN else candidates.encodings[row.method]
-        if changed_to is None:
+        if row.encoding is None:
             return {"shape": None}  # the checkpoint's own encoding, which is in the identity of the model
-        return {"encoding": changed_to.to_dict(), "shape": asdict(candidates.info.shape)}
+        return {"encoding": row.encoding.to_dict(), "shape": asdict(self.candidates.info.shape)}
 
     def missing(self, directory: str | Path) -> list[Cell]:
         """The cells that are not finished in a directory, without a look at the weights, for an estimate."""

@@ -41,10 +41,6 @@ def check_measurement(directory: str | Path, *, overwrite: bool = False, resume:
 def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
     """Check that files can be written to a directory, which may be missing; none is replaced unasked."""
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise RopeExtendError(
-            f"{str(directory)!r} is a file; a report needs a directory; choose another name"
-        )
     check_creatable(directory)
     for path in directory.glob("cells*.jsonl"):
         if path.is_symlink():
@@ -52,12 +48,6 @@ def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool 
                 f"{str(path)!r} is a link, and links are not followed; remove it, or use another directory"
             )
     existing = [directory / name for name in names if os.path.lexists(directory / name)]
-    wrong = [path for path in existing if path.is_dir() and not path.is_symlink()]
-    if wrong:
-        raise RopeExtendError(
-            f"{str(wrong[0])!r} is a directory, but a report needs a file of that name; move it, or use "
-            "another directory"
-        )
     if existing and not overwrite:
         raise RopeExtendError(
             f"{str(directory)!r} already holds {', '.join(path.name for path in existing)}; use another "

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
-from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,22 +22,9 @@ from rope_extend.data.documents import Document, fingerprint, once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, evaluation_mode, peak_memory_bytes
-from rope_extend.evaluation.protocols import (
-    Protocol,
-    Settings,
-    Window,
-    WindowSettings,
-    protocol_named,
-    window_lengths,
-)
-from rope_extend.evaluation.results import (
-    Counts,
-    Floats,
-    Losses,
-    PerplexityResult,
-    block_starts,
-    control_edges,
-)
+from rope_extend.evaluation.protocols import Protocol, Settings, Window, protocol_named, window_lengths
+from rope_extend.evaluation.results import Losses, PerplexityResult, block_starts, control_edges
+from rope_extend.evaluation.statistics import Counts, Floats
 from rope_extend.loss import causal_lm
 from rope_extend.models.rotary_tables import length_groups
 from rope_extend.progress import progress_bar
@@ -58,10 +44,13 @@ def perplexity(
     *,
     tokenizer: Any | None = None,
     protocol: str = "prefix",
+    window: int | str | None = None,
+    blocks: int | None = None,
+    stride: int | str | None = None,
+    last: int | str | None = None,
     save_losses: bool = False,
     progress: bool = True,
     options: RunOptions | None = None,
-    **settings: Unpack[WindowSettings],
 ) -> PerplexityResult:
     """Measure perplexity at each of `lengths`, with sums in float64.
 
@@ -82,12 +71,13 @@ def perplexity(
         lengths: numbers of tokens, at least 2 each, such as 4096 or `"32k"`; one of them, or several.
         tokenizer: the model's tokenizer, if documents are strings.
         protocol: name of the protocol, see above.
+        window: for `cropped`: tokens of context.
+        blocks: for `cropped`: how many blocks of targets it scores beyond that window.
+        stride: for protocols that have one: tokens between the starts of windows.
+        last: for `last-k`: number of targets.
         save_losses: keep the loss of every token in `result.losses`.
         progress: show a progress bar, on terminals only.
         options: how the measurement runs.
-        settings: `window=`, for `cropped`: tokens of context, and `blocks=`: how many blocks of targets it
-            scores beyond that window. `stride=`, for protocols that have one: tokens between the starts of
-            windows. `last=`, for `last-k`: number of targets.
 
     Raises:
         RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
@@ -101,18 +91,24 @@ def perplexity(
     options = options or RunOptions()
     sizes = window_lengths(lengths)
     rule = protocol_named(protocol)
-    tokens = rule.check_settings(settings, sizes)
+    given = {"window": window, "blocks": blocks, "stride": stride, "last": last}
+    tokens = rule.check_settings(given, sizes)
     candidates = _documents(documents, tokenizer)
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
     _check_vocabulary(texts, lm)
-    groups = _length_groups(rule, model, sizes)
+    if not rule.nested:
+        groups = [[length] for length in sizes]
+    elif rule.settings:  # every forward has the length of the cropped windows, and so the same tables
+        groups = [sizes]
+    else:
+        groups = length_groups(model, sizes)
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
-    window, blocks = tokens.get("window"), tokens.get("blocks", options.control_blocks)
-    edges = control_edges(sizes, blocks, window) if rule.nested else []
-    tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), window) for group in groups]
+    context = tokens.get("window")
+    edges = control_edges(sizes, tokens.get("blocks", options.control_blocks), context) if rule.nested else []
+    tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), context) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
     # The config of a decoder may have the default of its family, and another one the token of this model.
     configs = (lm.config.get_text_config(decoder=True), lm.config, getattr(lm, "generation_config", None))
@@ -145,11 +141,10 @@ def perplexity(
         block_nll=np.stack(longest.block_nll),
         block_terms=np.stack(longest.block_terms),
         protocol=protocol,
-        window=window,
+        window=context,
         blocks=tokens.get("blocks"),
         edges=edges,
         documents=len(texts),
-        dropped_documents=len(candidates) - len(texts),
         data=fingerprint(texts),
         passes=len(groups),
         forward_tokens=forward_tokens,
@@ -159,17 +154,8 @@ def perplexity(
         last=tokens.get("last"),
         document_nll={length: by_length[length].nll[length] for length in sizes},
         document_terms={length: by_length[length].terms[length] for length in sizes},
-        document_names=[Path(text.name).name for text in texts],
         losses=kept if save_losses else None,
     )
-
-
-def _length_groups(rule: Protocol, model: torch.nn.Module, sizes: list[int]) -> list[list[int]]:
-    """Groups of lengths that one pass measures together, each ascending."""
-    if not rule.nested:
-        return [[length] for length in sizes]
-    # With cropped windows every forward has the same length, and so every target the same position tables.
-    return [sizes] if rule.settings else length_groups(model, sizes)
 
 
 def _windows(rule: Protocol, text: Document, length: int, settings: Settings) -> list[Window]:
@@ -249,15 +235,10 @@ def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
     rows = lm.get_input_embeddings().weight.shape[0]
     lowest = min(int(document.input_ids.min()) for document in documents)
     highest = max(int(document.input_ids.max()) for document in documents)
-    if lowest < 0:
+    if lowest < 0 or highest >= rows:
         raise RopeExtendError(
-            f"the documents contain token {lowest}, but token ids are never negative; remove padding and "
-            "masked labels"
-        )
-    if highest >= rows:
-        raise RopeExtendError(
-            f"the documents contain token {highest}, but the model has {rows} tokens: they were tokenized "
-            "for another model; tokenize them with this model's tokenizer"
+            f"the documents contain token {lowest if lowest < 0 else highest}, but the model has the tokens "
+            f"0 to {rows - 1}; tokenize them with this model's tokenizer, without padding and masked labels"
         )
 
 
@@ -285,21 +266,13 @@ def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
                 f"{name} is a string, and no tokenizer is given; pass tokenizer=, the tokenizer of the model"
             )
         value = once(tokenizer(value, verbose=False)["input_ids"], value, tokenizer)
-    if not isinstance(value, torch.Tensor | np.ndarray | Sequence) or isinstance(value, bytes | bytearray):
-        hint = "; of a tokenizer's output, pass the input_ids" if isinstance(value, Mapping) else ""
-        raise RopeExtendError(
-            f"{name}: documents must be a Document, a 1-D tensor or list of token ids, a string with "
-            f"tokenizer=, or a list of these; got {type(value).__name__}{hint}"
-        )
     try:
         ids = torch.as_tensor(value)
+        if ids.numel() and (ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool):
+            raise TypeError(f"got {ids.dtype} of shape {tuple(ids.shape)}")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RopeExtendError(f"{name}: token ids must be whole numbers of 64 bits; {error}") from error
-    if ids.shape == (0,):  # torch takes an empty list for float32
-        ids = ids.to(torch.int64)
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise RopeExtendError(
-            f"{name}: token ids must be a 1-D tensor of whole numbers; got {ids.dtype} of shape "
-            f"{tuple(ids.shape)}; pass a batch as a list of its rows"
-        )
+            f"{name} must be a Document, a 1-D tensor or list of token ids, or a string with tokenizer=; "
+            f"{error}"
+        ) from error
     return Document(name, ids.detach().to("cpu", torch.int64))

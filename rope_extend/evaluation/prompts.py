@@ -11,7 +11,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from itertools import chain
@@ -34,24 +34,14 @@ _ON_THAT_DAY = (
 """Replaces the function that gives the date to a template. transformers drops one that is passed by name."""
 
 
-def depths_from(depths: object) -> tuple[tuple[float, ...], float]:
+def depths_from(depths: int | Sequence[float]) -> tuple[tuple[float, ...], float]:
     """Depths, and the width of the part of a prompt around each from which trials draw theirs.
 
-    From a number of equal parts, each named by its middle, or from a list of exact depths, whose width is 0.
+    From a number of equal parts, each named by its middle, or from exact depths, whose width is 0.
     """
-    values: list[float] = []
-    width = 0.0
-    if isinstance(depths, int) and not isinstance(depths, bool):
-        values, width = [round((n + 0.5) / depths, 6) for n in range(depths)], 1 / max(1, depths)
-    elif isinstance(depths, str):
-        values = [float(depth) for depth in re.split(r"[\s,]+", depths.strip())]
-    elif isinstance(depths, float | list | tuple):
-        values = [float(depth) for depth in (depths if isinstance(depths, list | tuple) else [depths])]
-    if not values or not all(0 <= depth <= 1 for depth in values):
-        raise RopeExtendError(
-            f"depths must be a number of depths, or a list of depths between 0 and 1; got {depths!r}"
-        )
-    return tuple(sorted(set(values))), width
+    if isinstance(depths, int):
+        return tuple(round((n + 0.5) / depths, 6) for n in range(depths)), 1 / depths
+    return tuple(depths), 0.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,6 @@ class Prompts:
         trials: prompts at each depth.
         seed: seed of all random choices.
         chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
-        template: form of the passkey task; None for that of the model.
         optional_length: the one length that is left out for a task that does not fit it, because nobody asked
             for it.
     """
@@ -78,17 +67,7 @@ class Prompts:
     trials: int = 10
     seed: int = 0
     chat: str = "auto"
-    template: str | None = None
     optional_length: int | None = None
-
-    def trials_of(self, task: Task) -> list[tuple[float | None, int]]:
-        """The depth and number of each trial at a length, the first trial of all depths first.
-
-        A task without a depth gets as many trials as other tasks get at all depths together.
-        """
-        if task.has_depth:
-            return [(depth, trial) for trial in range(self.trials) for depth in self.depths]
-        return [(None, trial) for trial in range(self.trials * len(self.depths))]
 
 
 Starts = Callable[[str], Sequence[int]]
@@ -151,10 +130,6 @@ class Prompt:
     def visible(self, crop: int | None) -> int:
         """Tokens that a model sees; the tokens reserved for the answer count in `crop`."""
         return self.tokens if crop is None else min(self.tokens, crop - (self.length - self.tokens))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
-        return {**asdict(self), "answers": list(self.answers)}
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -245,9 +220,16 @@ def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
 def make_prompts(
     task: Task, tokenizer: Any, length: int, wanted: Prompts, *, progress: bool = False
 ) -> list[Prompt]:
-    """All prompts of a task at a length, the first trial of all depths first."""
+    """All prompts of a task at a length, the first trial of all depths first.
+
+    A task without a depth gets as many trials as other tasks get at all depths together.
+    """
     words = f"writing prompts of {task.name}, {format_length(length)}"
-    trials = wanted.trials_of(task)
+    trials: list[tuple[float | None, int]]
+    if task.has_depth:
+        trials = [(depth, trial) for trial in range(wanted.trials) for depth in wanted.depths]
+    else:
+        trials = [(None, trial) for trial in range(wanted.trials * len(wanted.depths))]
     with progress_bar(shown=progress, iterable=trials, unit="prompt", desc=words, leave=False) as counted:
         return [
             make_prompt(
@@ -283,8 +265,6 @@ def make_prompt(
     """
     from rope_extend.models.loading import one_error  # imports torch
 
-    if depth is not None and not 0 <= depth <= 1:
-        raise RopeExtendError(f"depth must be between 0 and 1, got {depth}")
     depth = depth if task.has_depth else None
     use_chat, prompt_tokens = uses_chat(tokenizer, chat), length - task.new_tokens
     rng = random.Random(f"{task.name}|{length}|{depth}|{trial}|{seed}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,19 +44,8 @@ def write_report(
     """Write `results.jsonl`, `table.csv`, `report.md`, `report.html` and the pictures; return their paths.
 
     Each line of `results.jsonl` holds a row's `to_dict()` and the `versions` of the software. `report.html`
-    needs no other file.
-
-    Args:
-        lead: parts that come first.
-        end: parts that come last.
-        prompts: the prompts of all rows, for `prompts.jsonl`.
+    needs no other file. It begins with `lead` and ends with `end`; `prompts` are written to `prompts.jsonl`.
     """
-    if not rows:
-        raise RopeExtendError("no rows to report; measure at least one")
-    if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
-        raise RopeExtendError(
-            f"rows with the same label cannot be told apart: {', '.join(twice)}; give each a label of its own"
-        )
     directory = check_files(directory, FILES, overwrite=overwrite)
     shown = [replace(row, label=writable(row.label)) for row in rows]
     with replacing_files(directory, last=RESULTS) as partial_files:
@@ -66,7 +54,7 @@ def write_report(
         write_text(partial_files / TABLE, writable(csv_table(rows)))
         names = [RESULTS, TABLE]
         if prompts:
-            write_text(partial_files / PROMPTS, _lines(prompt.to_dict() for prompt in prompts))
+            write_text(partial_files / PROMPTS, _lines(map(asdict, prompts)))
             names.append(PROMPTS)
         models = ", ".join(sorted({model_name(row.model) for row in rows}))
         title = f"{models}: perplexity and retrieval by length"
@@ -81,27 +69,25 @@ def _lines(records: Iterable[dict[str, Any]]) -> str:
 
 
 def csv_table(rows: Sequence[EvaluationRow]) -> str:
-    """All tables in full precision: one line for each row and length, and for each document of the gain."""
+    """All tables in full precision: one line for each row and length."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "measured", "length", "value", "low", "high", "of", "document"])
+    writer.writerow(["row", "measured", "length", "value", "low", "high", "of"])
     for row in rows:
         for length, value in row.result.levels.items():
             ends = row.result.interval(length) or ("", "")
-            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents, ""])
+            writer.writerow([row.label, "perplexity", length, value, *ends, row.result.documents])
         for task in row.retrieval.tasks:
             for length in row.retrieval.lengths(task):
                 if rate := row.retrieval.rate(task, length):
                     values = rate.mean, rate.low, rate.high, rate.trials
-                    writer.writerow([row.label, task, length, *values, ""])
+                    writer.writerow([row.label, task, length, *values])
     for gain in against_cropped(rows):
         measured = f"beyond {format_length(gain.beyond or 0)}, divided by {gain.first.label}"
         for change in gain.differences:
             low, high = ("" if end is None else ppl(end) for end in (change.low, change.high))
             begin = gain.second.label, measured, change.length, change.ratio
-            writer.writerow([*begin, low, high, change.documents, ""])
-        for length, name, ratio in gain.by_document():
-            writer.writerow([gain.second.label, measured, length, ratio, "", "", 1, name])
+            writer.writerow([*begin, low, high, change.documents])
     return text.getvalue()
 
 
@@ -128,10 +114,10 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
             if any(row.label == each.label for each in rows):
                 raise RopeExtendError(f"an earlier row is called {row.label!r} too")
             rows.append(row)
-        except (ValueError, RecursionError, RopeExtendError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RopeExtendError(
-                f"line {number} of {str(file)!r} is damaged: {error}; evaluate again with --resume "
-                "to write it anew"
+                f"line {number} of {str(file)!r} is damaged ({type(error).__name__}: {error}); evaluate "
+                "again with --resume to write it anew"
             ) from error
     if not rows:
         raise RopeExtendError(f"{str(file)!r} is empty; evaluate again with --resume to write it anew")

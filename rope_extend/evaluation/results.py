@@ -9,26 +9,28 @@ from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.protocols import WEAK_CONTROL, control_targets, protocol_named
-from rope_extend.evaluation.statistics import Difference, Rate, RateDifference, paired, paired_rates, plain
+from rope_extend.evaluation.statistics import (
+    Counts,
+    Difference,
+    Floats,
+    Rate,
+    RateDifference,
+    paired,
+    paired_rates,
+    plain,
+)
 from rope_extend.units import format_length
 
 SAME_WEIGHTS = "none, same weights"
 """Label of plain RoPE with the weights of a checkpoint that was saved with another encoding."""
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Counts = np.ndarray[Any, np.dtype[np.int64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def block_starts(lengths: Collection[int]) -> Counts:
-    """First position of each block of losses: multiples of a power of two, at most 256, and each length.
-
-    Args:
-        lengths: the measured lengths in tokens; the longest one ends the last block.
-    """
+    """First position of each block of losses: multiples of a power of two, at most 256, and each length."""
     longest = max(lengths)
     return np.union1d(np.arange(0, longest, 1 << max(0, (longest - 1).bit_length() - 8)), [*lengths])[:-1]
 
@@ -36,12 +38,8 @@ def block_starts(lengths: Collection[int]) -> Counts:
 def control_edges(lengths: Collection[int], blocks: int, window: int | None = None) -> list[int]:
     """Ends of the targets of controls that are not among `block_starts`, ascending.
 
-    They are kept apart, so that a result can be compared with a control on its targets alone.
-
-    Args:
-        lengths: the measured lengths in tokens. Each may be the window of a control.
-        blocks: the number of blocks of a control beyond its window.
-        window: one more window.
+    They are kept apart, so that a result can be compared with a control on its targets alone. Each of the
+    lengths, and `window`, may be that of a control with so many `blocks` beyond it.
     """
     longest = max(lengths)
     windows = {*lengths, window or longest}
@@ -54,12 +52,17 @@ class _FromPlain:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; other keys, such as versions, are ignored.
+        """Inverse of `to_dict`; other keys, such as versions, are ignored. None is the default, if any.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError, OverflowError: the values are no such record.
         """
-        made = cls(**_fields(cls, values))
+        hints, found = get_type_hints(cls), {}
+        for item in fields(cls):  # type: ignore[arg-type]
+            value = values.get(item.name)
+            if value is not None or (item.default is MISSING and item.default_factory is MISSING):
+                found[item.name] = _value(hints[item.name], value)
+        made = cls(**found)
         if not made._is_consistent():
             raise ValueError("the numbers contradict each other")
         return made
@@ -73,22 +76,14 @@ class CommonTargets(NamedTuple):
 
     Attributes:
         starts: int64 `[blocks]`, the first position of each block.
-        window: the window of the control in tokens.
         control, result: float64 `[documents, blocks]`, the sums of losses in nats.
         terms: int64 `[documents, blocks]`, the number of losses in each sum.
     """
 
     starts: Counts
-    window: int
     control: Floats
     result: Floats
     terms: Counts
-
-    def up_to(self, length: int) -> tuple[Floats, Floats, Counts] | None:
-        """The sums of each document, `[documents]`, from the window to `length`; None without targets."""
-        part = slice(*np.searchsorted(self.starts, (self.window, length)))
-        control, result, terms = (each[:, part].sum(1) for each in (self.control, self.result, self.terms))
-        return (control, result, terms) if terms.all() else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +103,6 @@ class PerplexityResult(_FromPlain):
         protocol: its name, as in `rope_extend.evaluation.protocols`.
         window: tokens of context, if the context was cropped; else None.
         documents: number of documents that were long enough. All of them were scored in full.
-        dropped_documents: number of documents that were too short.
         data: fingerprint of the scored token sequences. Results can be compared only if it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: total number of tokens that the model processed.
@@ -121,7 +115,6 @@ class PerplexityResult(_FromPlain):
             windows, for protocols that average windows; as estimated, for `cropped`). Intervals and paired
             comparisons need it.
         document_terms: number of losses (or windows) in each of these sums.
-        document_names: name of each document, without its directory.
         losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
             window by window; None unless requested. Never part of `to_dict`.
     """
@@ -133,7 +126,6 @@ class PerplexityResult(_FromPlain):
     protocol: str = "prefix"
     window: int | None = None
     documents: int = 0
-    dropped_documents: int = 0
     data: str = ""
     passes: int = 0
     forward_tokens: int = 0
@@ -145,7 +137,6 @@ class PerplexityResult(_FromPlain):
     edges: list[int] = field(default_factory=list)
     document_nll: dict[int, list[float]] = field(default_factory=dict)
     document_terms: dict[int, list[int]] = field(default_factory=dict)
-    document_names: list[str] = field(default_factory=list)
     losses: dict[int, list[Losses]] | None = None
 
     def __bool__(self) -> bool:
@@ -212,8 +203,9 @@ class PerplexityResult(_FromPlain):
         if ((scored > 0) & (scored != terms)).any():
             return None
         own = np.where(scored > 0, sums(self, self.block_nll), 0.0)
-        common = CommonTargets(edges, control.window or 0, sums(control, control.block_nll), own, scored)
-        return common if common.up_to(self.max_length) else None
+        if not scored[:, np.searchsorted(edges, control.window or 0) :].any(1).all():
+            return None
+        return CommonTargets(edges, sums(control, control.block_nll), own, scored)
 
     def against(self, control: PerplexityResult) -> list[Difference]:
         """How the losses differ from those of a control, the protocol `cropped`, on the control's targets.
@@ -223,9 +215,15 @@ class PerplexityResult(_FromPlain):
         difference. Empty if the two cannot be compared: on other documents, or with other lengths, one of
         which must be that window.
         """
-        common = self.on_targets_of(control)
-        sums = [(length, common.up_to(length)) for length in sorted(self.ppl)] if common else []
-        return [paired(length, *(each.tolist() for each in found)) for length, found in sums if found]
+        common, found = self.on_targets_of(control), list[Difference]()
+        if common is None:
+            return found
+        for length in sorted(self.ppl):
+            part = slice(*np.searchsorted(common.starts, (control.window or 0, length)))
+            sums = [each[:, part].sum(1) for each in common[1:]]
+            if sums[-1].all():  # of every document
+                found.append(paired(length, *(each.tolist() for each in sums)))
+        return found
 
     @property
     def cropped(self) -> bool:
@@ -271,8 +269,7 @@ class PerplexityResult(_FromPlain):
         shapes, sums = {self.block_nll.shape, self.block_terms.shape}, self.document_nll
         return (
             bool(self.ppl) and self.ppl.keys() == self.tokens.keys() and all(self.tokens.values())
-            and self.documents > 0 and len(self.document_names) in (0, self.documents)
-            and shapes in ({(0, 0)}, {(self.documents, len(self.block_edges) - 1)})
+            and self.documents > 0 and shapes in ({(0, 0)}, {(self.documents, len(self.block_edges) - 1)})
             and sums.keys() == self.document_terms.keys() <= self.ppl.keys()
             and all(len(terms) == len(sums[n]) and sum(terms) for n, terms in self.document_terms.items())
         )  # fmt: skip
@@ -455,66 +452,28 @@ class EvaluationRow(_FromPlain):
             "retrieval": self.retrieval.to_dict() if self.retrieval else None,
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`; other keys, such as versions, are ignored.
-
-        Raises:
-            RopeExtendError: the values are no row.
-        """
-        try:
-            return super().from_dict(values)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise RopeExtendError(f"not a row of results: {type(error).__name__}: {error}") from error
-
     def _is_consistent(self) -> bool:
         named = self.encoding is None or isinstance(self.encoding["name"], str)
         return named and self.trained_length != 0 and bool(self.result or self.retrieval)
 
 
-def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record from plain values, by the types of the fields; None is the default, if any."""
-    hints = get_type_hints(cls)
-    found = {}
-    for item in fields(cls):
-        value = values.get(item.name)
-        if value is not None or (item.default is MISSING and item.default_factory is MISSING):
-            found[item.name] = _value(hints[item.name], value)
-    return found
-
-
 def _value(kind: Any, value: Any) -> Any:
-    """A plain value as a type that a field has; NaN for None, as `or_none` writes it."""
+    """A plain value as a type that a field has; NaN for None, as `plain` writes it."""
     origin, inner = get_origin(kind), get_args(kind)
     if type(None) in inner:
         return None if value is None else _value(inner[0], value)
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
     if origin is np.ndarray:
-        dtype = np.dtype(get_args(inner[1])[0])
-        kinds = {float, int, type(None)} if dtype.kind == "f" else {int}
-        rows = value if isinstance(value, list) else [None]
-        numbers = all(isinstance(row, list) and {*map(type, row)} <= kinds for row in rows)
-        _require(numbers, "a list of lists of numbers", value)
-        made = np.array(value, dtype).reshape(len(rows), -1 if rows else 0)  # None becomes NaN
-        _require(dtype.kind == "f" or bool((made >= 0).all()), "a list of lists of numbers from 0", value)
-        return made
+        rows = [[_value(float if kind == Floats else int, each) for each in row] for row in value]
+        return np.array(rows, get_args(inner[1])[0]).reshape(len(rows), -1 if rows else 0)
     if origin in (list, tuple):
-        _require(isinstance(value, list | tuple), "a list", value)
         return origin(_value(inner[0], each) for each in value)
     if origin is dict and inner[0] is int:
-        lengths = {length: int(length) if len(length) < 15 else 0 for length in value}
-        _require(all(length > 0 for length in lengths.values()), "values by number of tokens", value)
-        return {lengths[length]: _value(inner[1], each) for length, each in value.items()}
+        return {_value(int, int(length)): _value(inner[1], each) for length, each in value.items()}
     if kind is float and value is None:
         return math.nan
-    if kind is int:
-        _require(type(value) is int and 0 <= value < 2**62, "a whole number", value)
     allowed = (int, float) if kind is float else (origin or kind,)
-    _require(type(value) in allowed, f"{(origin or kind).__name__}", value)
+    if type(value) not in allowed or (kind is int and not 0 <= value < 2**62):
+        raise ValueError(f"{(origin or kind).__name__} is needed, not {value!r:.40}")
     return float(value) if kind is float else value
-
-
-def _require(ok: bool, expected: str, value: Any) -> None:
-    if not ok:
-        raise ValueError(f"{expected} is needed, not {value!r:.40}")

@@ -11,16 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
+
 from rope_extend.attention.split_window import split_window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer_batch
-from rope_extend.evaluation.cells import Cell, CellStore, check_resumed, our_parts
-from rope_extend.evaluation.collecting import PERPLEXITY, RETRIEVAL, collect
+from rope_extend.evaluation.cells import (
+    PERPLEXITY,
+    RETRIEVAL,
+    Cell,
+    CellStore,
+    check_resumed,
+    collect,
+    our_parts,
+)
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.report_parts import table_parts
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.models.processes import is_main_process, process_count, processes
@@ -89,29 +97,23 @@ def run(
     with ExitStack() as stack:
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
-        measurement.candidates.check_adapters(lm, {cell.row.adapter for cell in left})
-        identity, store = model_identity(lm), None
-        if is_main_process():
-            if where is not None and overwrite:
+        measurement.candidates.check_adapters(lm, [cell.row for cell in left])
+        identity = model_identity(lm)
+        rank, count = (connected.process_index, connected.num_processes) if connected else (0, 1)
+        # The others open files of their own when the main process has taken over those of an earlier run.
+        with connected.main_process_first() if connected else nullcontext():
+            if rank == 0 and where is not None and overwrite:
                 for path in our_parts(where):
                     path.unlink(missing_ok=True)
-            store = CellStore(where, identity)
+            store = CellStore(where, identity, rank)
             stack.callback(store.close)
-            if resume:
-                check_resumed(store, cells)
-            store.take_parts()
-        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.read(cell)}
+            if rank == 0:
+                if resume:
+                    check_resumed(store, cells)
+                store.take_parts()
+        finished = {cell.digest for cell in cells if store.read(cell)}
         if connected:
-            from accelerate.utils import broadcast_object_list
-
-            rank, count = connected.process_index, connected.num_processes
-            shared = [finished]
-            broadcast_object_list(shared)
-            finished = shared[0]
-            if store is None:
-                store = CellStore(where, identity, rank)
-                stack.callback(store.close)
-        assert store is not None
+            finished = broadcast_object_list([finished])[0]
         left = [cell for cell in cells if cell.digest not in finished]
         mine = [cell for n, cell in enumerate(left) if n % count == rank or _together(measurement, cell)]
         if finished:
@@ -129,8 +131,6 @@ def run(
 
 def _share(store: CellStore, connected: Any) -> None:
     """Give all processes the finished cells of each; the main process takes over their files."""
-    from accelerate.utils import gather_object
-
     for records in gather_object([store.records]):
         if is_main_process():
             store.take(records.values())
@@ -156,15 +156,14 @@ def _measure_all(
         for number, cell in enumerate(cells, start=1):
             over = time.perf_counter() - begun + _seconds(cell.work, done, begun) > (budget or math.inf)
             if _together(measurement, cell):
-                over = budget is not None and _of_main_process(over)
+                over = budget is not None and bool(broadcast_object_list([over])[0])
             elif over and measurement.config.split_window > 1:
                 continue  # the others wait at the next cell that all measure together
             if over:
                 break
-            if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
+            if row is None or (row.source, row.adapter) != (cell.row.source, cell.row.adapter):
                 stack.close()
-                prepared = measurement.candidates.prepared(lm, cell.row.method, cell.row.adapter)
-                model = stack.enter_context(prepared)
+                model = stack.enter_context(measurement.candidates.prepared(lm, cell.row))
             row = cell.row
             started = time.perf_counter()
             values = _measure(measurement, model, cell, bar)
@@ -181,13 +180,6 @@ def _together(measurement: Measurement, cell: Cell) -> bool:
     return measurement.config.split_window > 1 and cell.kind == PERPLEXITY
 
 
-def _of_main_process(value: bool) -> bool:
-    """What the main process found, in every process."""
-    from accelerate.utils import broadcast_object_list
-
-    return bool(broadcast_object_list([value])[0])
-
-
 def _seconds(work: float, done: float, begun: float) -> float:
     """The seconds that some work will take, at the speed of what is done since `begun`."""
     return max(0.0, work) * (time.perf_counter() - begun) / done if done else 0.0
@@ -195,10 +187,11 @@ def _seconds(work: float, done: float, begun: float) -> float:
 
 def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> dict[str, Any]:
     """The values of a cell."""
-    about = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
+    about = measurement.candidates.subject(model, cell.row)
     if cell.kind == PERPLEXITY:
         result = _perplexity(measurement, model, cell, bar)
-        return {**about, "document": measurement.names[cell.number], "result": result.to_dict()}
+        document = Path(measurement.documents[cell.number].name).name
+        return {**about, "document": document, "result": result.to_dict()}
     batch = measurement.batches[cell.number]
     task = measurement.tasks[batch[0].task]
     trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
@@ -212,7 +205,7 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
     crop, config = cell.row.crop, measurement.config
     protocol, settings = config.protocol, config.window_settings
     if crop is not None:
-        protocol, settings = "cropped", WindowSettings(window=crop, blocks=config.control_blocks)
+        protocol, settings = "cropped", {"window": crop, "blocks": config.control_blocks}
     chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     with split_window(model) if _together(measurement, cell) else nullcontext():
         return perplexity(
@@ -228,16 +221,13 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
 def _measured(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Measured:
     """What is measured so far."""
     values, missing = list[dict[str, Any]](), list[Cell]()
-    # The trained window, labels and names of documents are those of now, not of when a cell was measured.
     for cell in cells:
         record = store.read(cell)
         if record is None:
             missing.append(cell)
             continue
-        record |= {"trained_length": measurement.trained, "label": cell.row.label}
-        if cell.kind == PERPLEXITY:
-            record["document"] = measurement.names[cell.number]
-        values.append(record)
+        # The trained window and the label are those of now, not of when a cell was measured.
+        values.append({**record, "trained_length": measurement.trained, "label": cell.row.label})
     return Measured(collect(values, [row.label for row in measurement.rows]), missing)
 
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from rope_extend.errors import RopeExtendError
 from rope_extend.report.tables import interval, signed
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -90,7 +89,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
-        return {name: plain(value) for name, value in asdict(self).items()}
+        return dict(plain(asdict(self)))
 
     @property
     def clear(self) -> bool:
@@ -104,11 +103,6 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
     A difficult document is difficult in both measurements, which cancels in the difference. So its interval
     is far narrower than those of the two perplexities.
     """
-    if not len(first) == len(second) == len(terms) > 0:
-        raise RopeExtendError(
-            f"a paired comparison needs the same documents twice; got {len(first)} and {len(second)} sums "
-            f"and {len(terms)} counts"
-        )
     differences = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
     nats = float(np.sum(differences)) / sum(terms)
     low, high = mean_interval(differences, terms) or (None, None)
@@ -191,10 +185,6 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
     combines the intervals of the two shares by their correlation; here those of `Rate`. The correction for
     continuity is left out for scores between 0 and 1.
     """
-    if not len(first) == len(second) > 0:
-        raise RopeExtendError(
-            f"a paired comparison needs the same prompts twice; got {len(first)} and {len(second)} scores"
-        )
     before, after = Rate.of(first), Rate.of(second)
     n, change = len(first), after.mean - before.mean
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
@@ -221,9 +211,4 @@ def plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [*map(plain, value)]
-    return or_none(value) if isinstance(value, float) else value
-
-
-def or_none(value: float) -> float | None:
-    """The number, or None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value

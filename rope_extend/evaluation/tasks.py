@@ -23,12 +23,9 @@ from rope_extend.evaluation.prompts import Draft, Starts, Task
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 """The filler of 2305.16300, used by the passkey test of 2306.15595 and by RULER (2404.06654)."""
 
-TEMPLATES = ("published", "demo")
-"""Forms of the passkey task: that of the papers, and the one that the bundled model was pretrained on."""
-
 
 def template_for(model: str) -> str:
-    """The form of the passkey task for a checkpoint: `demo` for the bundled model, else `published`."""
+    """The form of the passkey task: `demo`, of its pretraining, for the bundled model, else `published`."""
     bundled = Path(model).is_dir() and Path(model).resolve() == MODEL_DIR
     return "demo" if bundled else "published"
 
@@ -134,48 +131,6 @@ class MultiKey(Needle):
     keys: int = 4
 
     name: ClassVar[str] = "multi_key"
-
-
-@dataclass(frozen=True)
-class VariableTracking(Task):
-    """Chains of variables: the first is set to a number, each next one to the one before. Which have it?
-
-    This is RULER's task, zero-shot: without the worked example that RULER puts first.
-
-    Attributes:
-        hops: links of a chain; `hops + 1` variables have the number.
-        chains: chains in the text; the question is for one of them.
-        haystack: texts to hide the chains in; repeated filler if empty.
-    """
-
-    new_tokens: int = 40
-    hops: int = 4
-    chains: int = 1
-    haystack: tuple[str, ...] = field(default=(), repr=False)
-
-    name: ClassVar[str] = "variable_tracking"
-    has_depth: ClassVar[bool] = False
-
-    def draft(self, rng: random.Random, depth: float, tokens: int, starts: Starts) -> Draft:
-        """Chains at random depths, with the links of each in order."""
-        text, links = _haystack(self.haystack, rng), self.hops + 1
-        letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        names = _absent(rng, text, links * self.chains, lambda: "".join(rng.choices(letters, k=5)))
-        numbers = _absent(rng, text, self.chains, lambda: str(rng.randint(10_000, 99_999)))
-        needles: list[tuple[float, str]] = []
-        for i, number in enumerate(numbers):
-            chain = names[i * links : (i + 1) * links]
-            values = [number, *(f"VAR {name}" for name in chain)]
-            lines = [f"VAR {name} = {value}" for name, value in zip(chain, values, strict=False)]
-            needles += zip(sorted(rng.random() for _ in lines), lines, strict=True)
-        return Draft(
-            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n",
-            _with_needles(text, needles, "\n", starts),
-            f"Question: Find all variables that are assigned the value {numbers[0]} in the text above.",
-            " Answer: According to the chain(s) of variable assignment in the text above, "
-            f"{links} variables are assigned the value {numbers[0]}, they are: ",
-            tuple(names[:links]),
-        )
 
 
 @dataclass(frozen=True)
@@ -316,9 +271,7 @@ def _definitions(package: str) -> list[tuple[int, str]]:
     return found
 
 
-TASKS: dict[str, type[Task]] = {
-    cls.name: cls for cls in (Passkey, Needle, MultiKey, VariableTracking, ManyShot, Definition)
-}
+TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Passkey, Needle, MultiKey, ManyShot, Definition)}
 """The tasks by name."""
 
 

@@ -69,7 +69,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         control, result = controls[id(row)], row.result
         edges, losses, terms = result.block_edges[:-1], result.block_nll, result.block_terms
         if control is not None:
-            edges, _, before, after, terms = result.on_targets_of(control.result)
+            edges, before, after, terms = result.on_targets_of(control.result)
             losses = after - before
         elif compared:
             losses = losses * math.nan

@@ -38,7 +38,7 @@ def chunked_loss(model: torch.nn.Module, *, chunk_bytes: int | None = None) -> C
 
     Args:
         model: a causal language model of transformers, extended or not, with or without PEFT.
-        chunk_bytes: size of the float32 logits of one chunk, in bytes; by default 256 MiB, and 64 MiB on a
+        chunk_bytes: size of the float32 logits of one chunk, in bytes; by default 256 MiB, and 31 MiB on a
             CPU. The peak is about two and a half times as much.
 
     Raises:

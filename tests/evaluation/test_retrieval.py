@@ -1,6 +1,7 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.answering import answer_batch, generate
 from rope_extend.evaluation.asking import Subjects, answer, long_prompt
-from rope_extend.evaluation.collecting import RETRIEVAL, collect
+from rope_extend.evaluation.cells import RETRIEVAL, collect
 from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation import prompts
 from rope_extend.evaluation.prompts import (
     Prompt,
     Prompts,
@@ -24,7 +23,7 @@ from rope_extend.evaluation.prompts import (
     make_prompts,
     uses_chat,
 )
-from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, VariableTracking, make_tasks
+from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, make_tasks
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
 WITH_BOS = copy.deepcopy(PLAIN)
@@ -147,16 +146,6 @@ def test_all_needles_are_in_the_prompt() -> None:
     assert dict(many)[re.search(r"for ([\w-]+) mentioned", prompt.text)[1]] == prompt.answers[0]
 
 
-def test_a_chain_of_variables_can_be_followed() -> None:
-    prompt = make_prompt(VariableTracking(chains=2), PLAIN, LENGTH)
-    number = re.search(r"assigned the value (\d+)", prompt.text)[1]
-    values: dict[str, str] = {}
-    for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", prompt.text):
-        values[name] = values.get(value, value)  # by the time a variable is read, it has been set
-    assert len(values) == 10
-    assert sorted(name for name, value in values.items() if value == number) == sorted(prompt.answers)
-
-
 def test_the_label_of_a_word_follows_from_its_examples() -> None:
     """Longer prompts have more examples of each word. No question answers another one."""
     shots, task = [], ManyShot(words=100, questions=30)
@@ -223,20 +212,6 @@ def test_many_shot_shows_each_word_or_refuses_the_length() -> None:
         assert {*lines[-16:]} <= {*lines[:-16]}
 
 
-@pytest.mark.parametrize("trial", range(3))
-def test_no_text_is_tokenized_twice_to_fit_a_prompt(monkeypatch: pytest.MonkeyPatch, trial: int) -> None:
-    """A task that fills its prompt by lines writes few texts: tokenizing them again took most of the time."""
-    texts: list[str] = []
-
-    def counted(tokenizer: Any, text: str, chat: bool) -> list[int]:
-        texts.append(text)
-        return encode(tokenizer, text, chat)
-
-    monkeypatch.setattr(prompts, "encode", counted)
-    make_prompt(ManyShot(), PLAIN, 2000, trial=trial, chat="off")
-    assert len(texts) == len({*texts})
-
-
 def test_answers_are_scored_as_in_the_papers() -> None:
     key = Passkey()
     right = (" 12345", "12345.", "is 12345 and not 777", "12345\n99")
@@ -293,5 +268,3 @@ def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:
     assert make_prompt(Passkey(), PLAIN, least).tokens == least - 10
     with pytest.raises(RopeExtendError, match="needs about"):
         make_prompt(Passkey(), PLAIN, least - 1)
-    with pytest.raises(RopeExtendError, match="between 0 and 1"):
-        make_prompt(Passkey(), PLAIN, 300, 1.5)
