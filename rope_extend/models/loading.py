@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -69,7 +69,13 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         if (path := gguf_file(name)) is not None:
             with one_error(f"cannot load the {what} of {name!r}", ADVICE):
                 return _from_gguf(auto, path, **kwargs)
-        return auto.from_pretrained(name, **kwargs)
+        try:
+            return auto.from_pretrained(name, **kwargs)
+        except SafetensorError:
+            for file in sorted(Path(name).glob("*.safetensors")):
+                with open_weights(file):  # says which file is damaged
+                    pass
+            raise
 
 
 def _check_directory(auto: Any, name: str) -> None:
