@@ -271,13 +271,16 @@ def test_a_model_with_a_patch_or_adapter_is_refused(recipe: Recipe) -> None:
 
 
 def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
-    assert lora_config(tiny_llama(), recipe).target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    names = lora_config(tiny_llama(num_hidden_layers=1), recipe).target_modules
+    assert names == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
     neox = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
         )
     )
-    assert lora_config(neox, recipe).target_modules == {"query_key_value", "dense"}
+    assert lora_config(neox, recipe).target_modules == {
+        f"gpt_neox.layers.0.attention.{name}" for name in ("query_key_value", "dense")
+    }
 
 
 def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_named(
