@@ -69,21 +69,11 @@ class MemoryOptions:
         gradient_checkpointing: recompute each layer in the backward pass.
         mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
-
-    Raises:
-        RopeExtendError: `offload_checkpoints` without `gradient_checkpointing`.
     """
 
     gradient_checkpointing: bool = False
     mlp_tiles: int = 0
     offload_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        if self.offload_checkpoints and not self.gradient_checkpointing:
-            raise RopeExtendError(
-                "offload_checkpoints keeps the inputs of recomputed layers in host memory, but without "
-                "gradient_checkpointing no layer is recomputed; set gradient_checkpointing to true or auto"
-            )
 
     @property
     def parts(self) -> list[str]:

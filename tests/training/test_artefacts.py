@@ -12,7 +12,6 @@ import pytest
 import torch
 from runs import files_below, settings
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.training.finetune import finetune
@@ -81,14 +80,11 @@ def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_a_model_that_moved_or_is_in_memory(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_model_that_moved(recipe: Recipe, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     Path(recipe.model).rename(moved)
     finetune(replace(recipe, model=str(moved)), resume=True)
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(moved))  # its config names no architecture
-    model.load_state_dict(load_file(moved / "model.safetensors"), strict=False)
-    finetune(replace(recipe, model=str(moved), steps=4), model=model, resume=True)
-    assert read_state(checkpoints(Path(recipe.output_dir) / CHECKPOINTS)[-1]).step == 4
+    assert read_state(checkpoints(Path(recipe.output_dir) / CHECKPOINTS)[-1]).step == 3
 
 
 def test_configs_are_compared_under_one_version_of_transformers() -> None:
