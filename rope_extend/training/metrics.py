@@ -10,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.loading import one_error
 
 
 def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -119,33 +117,3 @@ def check_trackers(names: Sequence[str]) -> None:
             raise RopeExtendError(
                 f"recipe: the package of the tracker {name} is missing; pip install {package}"
             )
-
-
-def tracker(name: str, directory: Path, step: int | None) -> TrainerCallback:
-    """The callback of `Trainer` for a tracker.
-
-    TensorBoard writes to `tensorboard/` in the directory, and drops its entries after `step`. The others put
-    the run where their environment variables say, such as `WANDB_PROJECT`.
-
-    Args:
-        name: name of the tracker, as `check_trackers` accepts it.
-        directory: directory of the run.
-        step: number of finished steps; None in a process that does not write.
-    """
-    problem, advice = "a tracker does not start", "Set it up, or leave it out of the recipe"
-    with one_error(problem, advice):
-        if name == "tensorboard" and step is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(directory / name), purge_step=step + 1)
-            callback = integration_utils.TensorBoardCallback(writer)
-        else:
-            callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
-    begin = callback.on_train_begin
-
-    def on_train_begin(*args: Any, **options: Any) -> None:
-        with one_error(problem, advice):
-            begin(*args, **options)
-
-    callback.on_train_begin = on_train_begin
-    return callback
