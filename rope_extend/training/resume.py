@@ -13,10 +13,8 @@ damage, by a disk or in a copy, is found by its manifest; then the checkpoint be
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +28,6 @@ from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
-from rope_extend.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +100,6 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, by its manifest; None if they are intact.
 
     Reads every file once.
-
-    Raises:
-        RopeExtendError: a file is there, but cannot be read. That may be temporary, as on a network file
-            system, so the checkpoint does not count as damaged.
     """
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
@@ -117,13 +110,8 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
             if sha256(path) != expected["sha256"]:
                 return f"{name} has changed since it was written (another SHA-256)"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
     except OSError as error:
-        raise RopeExtendError(
-            f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
-            "an earlier one, move it away"
-        ) from error
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_NAME} is not a manifest"
     return None
@@ -135,14 +123,8 @@ def newest_intact(directory: Path) -> Path | None:
     Logs which newer ones are damaged.
 
     Raises:
-        RopeExtendError: all are damaged, one cannot be read for another reason, or they are of a version of
-            this package that wrote other checkpoints.
+        RopeExtendError: all are damaged.
     """
-    if old := sorted(directory.glob("step-*")):
-        raise RopeExtendError(
-            f"cannot resume from {old[-1]}: an earlier version of rope_extend wrote it, in another format. "
-            "Start a new run in another output_dir; the adapter of a finished run can be used as before"
-        )
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints(directory)):
         reason = damage(checkpoint)
@@ -206,14 +188,8 @@ def resumed_state(state: RunState, checkpoint: Path) -> RunState:
     return replace(saved, recipe=state.recipe)
 
 
-def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bool = False) -> None:
-    """Write the recipe of a run, and remove what is left of a killed save; call it once nothing can refuse.
-
-    Args:
-        directory: that of the run.
-        recipe: the run.
-        step: after which the run resumes. Later checkpoints stay until it has saved one.
-        fresh: first remove an earlier run.
+def enter_directory(directory: Path, recipe: Recipe, *, fresh: bool = False) -> None:
+    """Write the recipe of a run, with `fresh` in place of an earlier run; call it once nothing can refuse.
 
     Raises:
         RopeExtendError: the directory cannot be written.
@@ -226,7 +202,6 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
@@ -252,32 +227,12 @@ def publish_checkpoint(
     }
     (written / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
     publish_directory(written, final)  # an older run may have left a checkpoint of this step
-    for later in checkpoints(final.parent):
-        if step_of(later) > state.step:
-            shutil.rmtree(later)
-    prune(final.parent, keep, state.step, best)
-
-
-def unwritten(final: Path, error: Exception) -> RopeExtendError:
-    """The error for a checkpoint that cannot be written."""
-    reason = str(error)
-    if os.strerror(errno.ENOSPC) in reason:
-        reason = f"the disk is full: {reason}"
-    elif type(error) is RuntimeError:  # torch's own, which do not tell the error of the system
-        free = format_bytes(shutil.disk_usage(final.parent).free)
-        reason = f"torch could not write a file whole, with {free} free on the disk"
-    return RopeExtendError(
-        f"cannot write the checkpoint {final}: {reason}. Earlier checkpoints are intact; make room, then "
-        "resume the run"
-    )
-
-
-def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
-    """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
-    up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
-    older = up_to_step[:-keep] if keep else []
-    for old in [*(each for each in older if step_of(each) != best), *directory.glob(f"{PARTIAL}*")]:
-        shutil.rmtree(old)
+    by_step = {step_of(each): each for each in checkpoints(final.parent)}
+    earlier = [step for step in by_step if step <= state.step]
+    kept = {*(earlier[-keep:] if keep else earlier), best}
+    unfinished = final.parent.glob(f"{PARTIAL}*")  # of killed processes
+    for each in (*(by_step[step] for step in by_step.keys() - kept), *unfinished):
+        shutil.rmtree(each)
 
 
 def read_state(checkpoint: Path) -> RunState:

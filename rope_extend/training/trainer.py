@@ -31,7 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from rope_extend.attention.split_window import current_split
 from rope_extend.checkpoint.callback import SaveEncodingCallback, write_spread
 from rope_extend.data.documents import fingerprint
-from rope_extend.errors import refuse_if
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.training.metrics import Metrics
@@ -43,7 +43,6 @@ from rope_extend.training.resume import (
     newest_intact,
     publish_checkpoint,
     read_state,
-    unwritten,
 )
 from rope_extend.training.training_data import RunData, source_names
 
@@ -216,7 +215,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise unwritten(final, error) from error
+            raise RopeExtendError(
+                f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are intact; make room on "
+                "the disk, then resume the run"
+            ) from error
         self.accelerator.wait_for_everyone()
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
