@@ -211,7 +211,7 @@ def _finetune(
         blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
         accelerator.wait_for_everyone()  # none reads what is removed
         if main:
-            enter_directory(directory, recipe, fresh=fresh)
+            enter_directory(directory, recipe, state.step, fresh=fresh)
         accelerator.wait_for_everyone()
         trainer = _trainer(trained, run, state, blocks, accelerator)
         if main:

@@ -188,8 +188,10 @@ def resumed_state(state: RunState, checkpoint: Path) -> RunState:
     return replace(saved, recipe=state.recipe)
 
 
-def enter_directory(directory: Path, recipe: Recipe, *, fresh: bool = False) -> None:
-    """Write the recipe of a run, with `fresh` in place of an earlier run; call it once nothing can refuse.
+def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bool = False) -> None:
+    """Write the recipe of a run, and remove what is left of a killed save; call it once nothing can refuse.
+
+    Checkpoints after `step` stay until the run has saved one. With `fresh`, an earlier run goes first.
 
     Raises:
         RopeExtendError: the directory cannot be written.
@@ -202,6 +204,7 @@ def enter_directory(directory: Path, recipe: Recipe, *, fresh: bool = False) -> 
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
@@ -227,12 +230,18 @@ def publish_checkpoint(
     }
     (written / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
     publish_directory(written, final)  # an older run may have left a checkpoint of this step
-    by_step = {step_of(each): each for each in checkpoints(final.parent)}
-    earlier = [step for step in by_step if step <= state.step]
-    kept = {*(earlier[-keep:] if keep else earlier), best}
-    unfinished = final.parent.glob(f"{PARTIAL}*")  # of killed processes
-    for each in (*(by_step[step] for step in by_step.keys() - kept), *unfinished):
-        shutil.rmtree(each)
+    for later in checkpoints(final.parent):
+        if step_of(later) > state.step:
+            shutil.rmtree(later)
+    prune(final.parent, keep, state.step, best)
+
+
+def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
+    """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
+    up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
+    older = up_to_step[:-keep] if keep else []
+    for old in [*(each for each in older if step_of(each) != best), *directory.glob(f"{PARTIAL}*")]:
+        shutil.rmtree(old)
 
 
 def read_state(checkpoint: Path) -> RunState:

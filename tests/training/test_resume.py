@@ -189,10 +189,10 @@ def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
     shutil.copytree(
         checkpoints / "checkpoint-2", checkpoints / "checkpoint-1"
     )  # killed before it removed this one
-    (checkpoints / ".partial-9").mkdir()  # killed while it saved
-    (checkpoints / ".partial-9" / "state.json").write_text("{")
-    finetune(replace(recipe, steps=4, save_every=1), resume=True)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    (checkpoints / ".partial-4").mkdir()  # killed while it saved
+    (checkpoints / ".partial-4" / "state.json").write_text("{")
+    finetune(replace(recipe, steps=3, save_every=1), resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
 
 @pytest.mark.parametrize(("step", "file"), [(1, "adapter_model.safetensors"), (5, "optimizer.pt")])
