@@ -346,9 +346,6 @@ def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> No
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,
     )  # fmt: skip
-    defaults = recipe.computed_defaults().items()
-    by_method = [f"{name} {value}" for name, value in defaults if getattr(recipe, name) == value]
-    logger.info("with defaults that depend on the method: %s", ", ".join(by_method) or "none")
     logger.info(
         "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )

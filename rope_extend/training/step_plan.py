@@ -16,7 +16,7 @@ from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.forward_plan import ForwardEstimator, WindowEstimate, planned_split
 from rope_extend.memory.budget import expand_segments, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
-from rope_extend.memory.plan import GRAIN, Budget, MemoryEstimate, longest, table
+from rope_extend.memory.plan import Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
@@ -101,7 +101,9 @@ class TrainingPlan:
             fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
             raise RopeExtendError(
                 f"a step of {self._blocks} needs {self.budget.misfit(self.chosen)} (memory options: "
-                f"{self.chosen.memory_options}); {fitting}. {self._advice()}"
+                f"{self.chosen.memory_options}); {fitting}. To need less memory, use a shorter block_length "
+                "with positions: pose, a smaller batch_size, gradient_checkpointing and mlp_tiles on auto, "
+                "or quantize: 4bit"
             )
         if self.evaluation is not None and not self.evaluates:
             longest = self.longest_evaluation
@@ -122,17 +124,6 @@ class TrainingPlan:
     @property
     def _blocks(self) -> str:
         return f"{self.recipe.batch_size} x {self.recipe.length:,} tokens"
-
-    def _advice(self) -> str:
-        step, recipe = self.chosen, self.recipe
-        advice = ["a shorter block_length with positions: pose"] if recipe.length > GRAIN else []
-        advice += ["a smaller batch_size"] if recipe.batch_size > 1 else []
-        off = [
-            name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
-        ]
-        advice += [f"{' and '.join(off)} on auto"] if off else []
-        advice += ["quantize: 4bit"] if quantizable(recipe, self.sharding) and not step.quantized else []
-        return f"To need less memory, use {', or '.join(advice)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""

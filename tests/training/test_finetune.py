@@ -30,13 +30,8 @@ from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_data
 
 
-def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(
-    recipe: Recipe, work: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
     result = finetune(replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4))
-    told = "with defaults that depend on the method: lora_targets attention, train_norm_embed False"
-    assert told in caplog.messages  # steps and the learning rate are given
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
