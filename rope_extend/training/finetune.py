@@ -48,10 +48,9 @@ from rope_extend.training.resume import (
     CHECKPOINTS,
     VERSION,
     RunState,
-    check_model,
+    check_continues,
     enter_directory,
     read_state,
-    resumed_state,
     starting_point,
 )
 from rope_extend.training.sharding import Sharding
@@ -170,7 +169,9 @@ def _finetune(
         data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
     )
     if checkpoint is not None:
-        state = resumed_state(state, checkpoint)
+        before = read_state(checkpoint)
+        check_continues(before, state)
+        state = replace(before, recipe=state.recipe)
     state = replace(state, memory_options=asdict(memory_options))
 
     if sharding.weights:  # FSDP distributes what is in host memory
@@ -184,7 +185,7 @@ def _finetune(
     patch = extended(model, recipe)
     if main:  # another process may hold no weights yet
         identity = {**model_identity(model), VERSION: package_version("transformers")}
-        check_model(state, identity)
+        check_continues(state, replace(state, model=identity))
         state = replace(state, model=identity)
     set_seed(recipe.seed)
     trained = adapted(model, recipe, reach)

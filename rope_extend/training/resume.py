@@ -17,7 +17,7 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 """Fields of the recipe that may change when a run resumes: they do not change what a step computes.
 
-A base model may have moved: `check_model` compares its weights and dtype.
+A base model may have moved: its weights and dtype are compared.
 """
 VERSION = "transformers"
 """The name of transformers' version in `RunState.model`."""
@@ -161,7 +161,7 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
         return None
     checkpoint = newest_intact(directory / CHECKPOINTS)
     if checkpoint is not None:
-        check_continues(read_state(checkpoint), recipe)
+        check_continues(read_state(checkpoint), RunState(recipe=recipe.to_dict()))
     elif finished:  # such as the adapter of a run whose checkpoints were deleted
         raise RopeExtendError(
             f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training would "
@@ -170,22 +170,6 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
     else:  # killed before its first checkpoint, or before its directory was there
         logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
     return checkpoint
-
-
-def resumed_state(state: RunState, checkpoint: Path) -> RunState:
-    """The state of a checkpoint, with the recipe of `state`, if documents and processes are those of `state`.
-
-    Raises:
-        RopeExtendError: the checkpoint was written with other documents, processes or parts of sequences.
-    """
-    saved = read_state(checkpoint)
-    before, now = (
-        {"documents": each.data, "processes": each.processes, "parts of a sequence": each.parts}
-        for each in (saved, state)
-    )
-    advice = "Restore the documents, and launch as many processes with the same cp_size or split_window"
-    _check_same("the data or launch", before, now, advice)
-    return replace(saved, recipe=state.recipe)
 
 
 def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bool = False) -> None:
@@ -259,40 +243,35 @@ def read_state(checkpoint: Path) -> RunState:
         ) from error
 
 
-def check_continues(state: RunState, recipe: Recipe) -> None:
-    """Refuse to resume with a recipe that describes another run.
+def check_continues(before: RunState, now: RunState) -> None:
+    """Refuse to resume a run as another one. What is still empty in `now` is not compared.
+
+    The configs of models are compared if the version of transformers is the same: another may have other
+    defaults.
 
     Raises:
-        RopeExtendError: names every field that differs, with both values.
+        RopeExtendError: names all that differs, with both values.
     """
-    now = {name: value for name, value in recipe.to_dict().items() if name not in MAY_CHANGE}
-    then = {name: state.recipe.get(name) for name in now}
-    only = f"only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
-    _check_same("the recipe", then, now, f"Restore these fields; {only}")
-    refuse_if(
-        recipe.steps < state.step,
-        f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise steps",
-    )
+    updated = before.model.get(VERSION) != now.model.get(VERSION)
 
+    def compared(state: RunState) -> Identity:
+        values = {name: state.recipe.get(name) for name in now.recipe if name not in MAY_CHANGE}
+        if now.data:
+            parts = {"processes": state.processes, "parts of a sequence": state.parts}
+            values |= {"documents": state.data, **parts}
+        if now.model and before.model:
+            ignored = {VERSION, "config"} if updated else set[str]()
+            values |= {name: value for name, value in state.model.items() if name not in ignored}
+        return values
 
-def check_model(state: RunState, identity: Identity) -> None:
-    """Refuse to resume with another base model or encoding than the run began with.
-
-    The configs are compared if the version of transformers is the same: another may have other defaults.
-
-    Raises:
-        RopeExtendError: names what differs, such as the weights, the config or the dtype.
-    """
-    before = state.model or identity  # of a run that begins
-    if before.get(VERSION) != identity.get(VERSION):
-        before = {**before, **{name: identity.get(name) for name in (VERSION, "config")}}
-    _check_same("the model", before, identity, "Restore it (or set dtype to that of the run)")
-
-
-def _check_same(what: str, before: Identity, now: Identity, advice: str) -> None:
-    """Refuse to resume with something else than the run began with."""
-    if changed := differences(before, now):
+    if changed := differences(compared(before), compared(now)):
         raise RopeExtendError(
-            f"cannot resume: {what} differs from that of the run in {changed}. {advice}, or start a new run "
-            "in another output_dir"
+            f"cannot resume: what is given differs from that of the run in {changed}. Restore it, and launch "
+            "as many processes with the same cp_size or split_window, or start a new run in another "
+            f"output_dir. Of the recipe, only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
+    steps = now.recipe["steps"]
+    refuse_if(
+        steps < before.step,
+        f"cannot resume: {before.step} steps are done, and the recipe has steps {steps}; raise steps",
+    )

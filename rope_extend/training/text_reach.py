@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,20 +85,7 @@ def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     with LiveBytes(scored=_TOKENS):
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
         next_token_loss(empty, ids).backward()  # type: ignore[no-untyped-call]
-
-    def reached(parts: dict[str, Any], used: set[str]) -> set[str]:
-        experts = {_any_expert(name) for name in used}
-        return {name for name in parts if _any_expert(name) in experts}
-
-    weights = dict(empty.named_parameters())
     return (
-        reached(weights, {name for name, weight in weights.items() if weight.grad is not None}),
-        reached(linear, {name for name in called if linear[name].weight.grad is not None}),
+        {name for name, weight in empty.named_parameters() if weight.grad is not None},
+        {name for name in called if linear[name].weight.grad is not None},
     )
-
-
-def _any_expert(name: str) -> str:
-    """A path without the numbers after that of the layer: in a dry run all tokens choose the same expert."""
-    layer = re.match(r".*?\.\d+(?=\.)", name)
-    start = layer.end() if layer else len(name)
-    return name[:start] + re.sub(r"\.\d+(?=\.|$)", ".*", name[start:])

@@ -242,7 +242,7 @@ def test_mistakes_are_refused_before_the_weights_are_loaded(
 def test_a_loss_that_is_never_finite_stops_the_run(recipe: Recipe, tmp_path: Path) -> None:
     model = tiny_llama()
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = 3e38
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     model.save_pretrained(tmp_path / "broken")
     tokenizer_of(recipe).save_pretrained(tmp_path / "broken")
     with pytest.raises(

@@ -81,15 +81,19 @@ def test_a_copied_checkpoint_resumes_in_a_new_directory(recipe: Recipe, finished
 
 
 def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> None:
-    state = RunState(3, 0, 0.0, "", 1, json.loads(json.dumps(recipe.to_dict())))
-    check_continues(state, replace(recipe, steps=9, save_every=1, dtype="float32"))
+    state = RunState(3, recipe=json.loads(json.dumps(recipe.to_dict())))
+
+    def resumed(**changes: Any) -> None:
+        check_continues(state, RunState(recipe=replace(recipe, **changes).to_dict()))
+
+    resumed(steps=9, save_every=1, dtype="float32")
     with pytest.raises(
         RopeExtendError,
         match=r"learning_rate \(0\.01 there, 0\.001 here\), seed \(0 there, 1 here\)\. .*only",
     ):
-        check_continues(state, replace(recipe, learning_rate=1e-3, seed=1))
+        resumed(learning_rate=1e-3, seed=1)
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
-        check_continues(state, replace(recipe, steps=2))
+        resumed(steps=2)
 
 
 def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
@@ -215,7 +219,6 @@ def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = str(refused.value)
     assert said.startswith(f"cannot write the checkpoint {other.output_dir}/checkpoints/checkpoint-{step}:")
-    assert ("File too large" if step == 1 else "file write failed") in said
     assert "Earlier checkpoints are intact; make room on the disk" in said
     names = sorted(path.name for path in Path(other.output_dir, "checkpoints").iterdir())
     assert names == [f"checkpoint-{number}" for number in range(1, step)]
