@@ -170,18 +170,6 @@ def test_dropout_inside_a_tile_is_drawn_once_for_both_passes(ids: torch.Tensor) 
         assert torch.equal(value, recomputed[key])
 
 
-def test_tiles_multiply_under_autocast_as_without_them(ids: torch.Tensor) -> None:
-    adapter = with_adapter(tiny_llama(), torch.bfloat16)
-    for parameter in adapter.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = step(adapter, MemoryOptions(True, 6), ids)
-        expected = step(adapter, MemoryOptions(), ids)
-    assert {value.dtype for name, value in found.items()} == {torch.float32}
-    assert_close(found, expected, BFLOAT16)
-
-
 def test_with_checkpointing_tiles_cost_no_operations(ids: torch.Tensor) -> None:
     """Recomputation of a layer ends before its MLP: with and without tiles, an MLP runs twice per token."""
     adapter = with_adapter(tiny_llama())
