@@ -103,17 +103,15 @@ def _not_a_link(path: str, flags: int) -> int:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose package is not installed.
+    """Refuse a tracker that `Trainer` does not know, or whose package is not installed.
 
     Raises:
-        RopeExtendError: says what to install; for an unknown name, lists the known ones.
+        RopeExtendError: says what to install, and lists those that are available.
     """
+    available = integration_utils.get_available_reporting_integrations()
     for name in names:
-        if name not in integration_utils.INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
-            raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
-        if name not in integration_utils.get_available_reporting_integrations():
-            package = name.replace("_", "-")
+        if name not in available:
             raise RopeExtendError(
-                f"recipe: the package of the tracker {name} is missing; pip install {package}"
+                f"recipe: the tracker {name!r} is unknown, or its package is missing (pip install "
+                f"{name.replace('_', '-')}); available here: {', '.join(sorted(available)) or 'none'}"
             )
