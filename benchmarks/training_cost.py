@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 
@@ -266,15 +266,15 @@ def training_8b(
     surplus = int(available_memory(load_options) - limit) if device == "cuda" else 0
     ballast = torch.empty(max(0, surplus), dtype=torch.uint8, device=device)
     taken = ballast.nbytes
-    case = Trained(in_bfloat16(config, device))
     all_options = MemoryOptions(True, tile, True)
-    plan = plan_training(  # before the peer has filled what torch keeps cached
-        replace(PLAN, target_length=2**22),
-        load_options=replace(load_options, limit_memory=int(limit)),
-        model=case.lm,
-        memory_options=all_options,
-    )
+    with tempfile.TemporaryDirectory() as shape:
+        config.save_pretrained(shape)
+        plan = plan_training(  # before the peer has filled what torch keeps cached
+            replace(PLAN, model=shape, target_length=2**22, **asdict(all_options)),
+            load_options=replace(load_options, limit_memory=int(limit)),
+        )
     assert plan is not None
+    case = Trained(in_bfloat16(config, device))
     assert plan.longest_block
     grain = min(128, tile)  # kernels have trouble with odd lengths
     ours = int(OF_PLAN * plan.longest_block) // grain * grain

@@ -33,8 +33,8 @@ from rope_extend.models.loading import RESTORE, open_weights
 
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)", re.IGNORECASE)
 _TRAINING_STATE = re.compile(
-    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|custom_checkpoint)"
-    r"[^/]*"
+    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|custom_checkpoint"
+    r"|pytorch_model_fsdp)[^/]*"
 )
 """Pickles that Trainer and accelerate write next to the weights. Nothing here reads them."""
 _IDLE_KEYS = re.compile(

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from packaging.version import InvalidVersion, Version
 from torch import nn
 
@@ -269,6 +270,12 @@ def read_record(directory: str | PathLike[str]) -> Record:
         if (file := gguf_file(path.parent)) is not None:
             raise RopeExtendError(
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
+            )
+        if shards := [each.name for each in path.parent.glob(f"{FSDP_MODEL_NAME}_*")]:
+            raise RopeExtendError(
+                f"{directory} is a checkpoint of FSDP, with the weights in shards ({shards[0]}) that only a "
+                "resumed run reads. Resume the run, and load its output directory; or train with "
+                "fsdp_state_dict_type FULL_STATE_DICT, whose checkpoints can be loaded"
             )
         advice = how_to_restore(path.parent) or (
             "peft wrote this adapter; if you know how its model was extended, extend it so again, load the "

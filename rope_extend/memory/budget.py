@@ -17,20 +17,16 @@ MARGIN = 0.95
 """Share of the free memory that plans use; kernels and allocators need the rest."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The variables with the settings of CUDA's allocator. If both are set, torch 2.13 reads only the first."""
+"""The variables with the settings of CUDA's allocator; every version of torch reads the first."""
 
 
 def expand_segments() -> None:
-    """Let the CUDA allocator grow its segments, which reduces fragmentation, unless the user set that.
+    """Let the CUDA allocator grow its segments, which reduces fragmentation, unless the user set it up.
 
     Has an effect only if CUDA is not yet initialized in this process.
     """
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return
-    given = {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}
-    if not any("expandable_segments" in settings for settings in given.values()):
-        name = next(iter(given), _ALLOCATOR[0])
-        os.environ[name] = ",".join(filter(None, (given.get(name), "expandable_segments:True")))
+    if torch.cuda.is_available() and not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def weight_bytes(name: str, model: nn.Module, load_options: LoadOptions) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -80,11 +79,8 @@ def find_gpu(text: str) -> Gpu:
     if re.match(r"\d[\d.]*[kmgt]?i?b?$", wanted):
         memory = memory_size(text)
         return Gpu(f"{memory / 1e9:g} GB" if memory >= 1e6 else f"{memory} bytes", memory)
-    alike = [key for key in by_key if key[0] == wanted[:1]]  # V100 and H100 are both right names
-    near = [key for key in alike if key.startswith(wanted)] or difflib.get_close_matches(wanted, alike, n=1)
-    hint = f" Did you mean {' or '.join(_word(by_key[key]) for key in near)}?" if near else ""
     raise RopeExtendError(
-        f"no GPU is known as {text!r}.{hint} Give the name of a GPU ({', '.join(gpu_words())}), or of "
+        f"no GPU is known as {text!r}. Give the name of a GPU ({', '.join(gpu_words())}), or of "
         "another its memory, such as 24GB; of several, such as 8xh100, also their number"
     )
 

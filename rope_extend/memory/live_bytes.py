@@ -53,7 +53,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.scored and function is aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
         if function is aten._grouped_mm.default and args[0].is_meta:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+            rows, columns = args[0].shape[-2], args[1].shape[-1]
+            groups = args[2].shape if args[1].ndim == 2 else ()  # the gradient of the weights
+            return args[0].new_empty(*groups, rows, columns)
         return function(*args, **kwargs)
 
     def add(self, tensor: torch.Tensor) -> Self:

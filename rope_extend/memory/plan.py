@@ -65,16 +65,13 @@ class Budget:
     spread: bool = False
 
     @classmethod
-    def of(cls, load_options: LoadOptions, processes: int = 1, loaded: int = 0) -> Budget:
-        """What a process has on the device of a model; on a CPU, processes share its memory.
-
-        `loaded` bytes of weights are there already.
-        """
+    def of(cls, load_options: LoadOptions, processes: int = 1) -> Budget:
+        """What a process has on the device of a model; on a CPU, processes share its memory."""
         device, spread = load_options.torch_device, load_options.device_map is not None
         free = available_memory(replace(load_options, limit_memory=None))
         free //= processes if device.type == "cpu" else 1
         host = available_memory(LoadOptions(device="cpu")) // processes
-        return cls(device, min(free + loaded, load_options.limit_memory or sys.maxsize), host, spread)
+        return cls(device, min(free, load_options.limit_memory or sys.maxsize), host, spread)
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Whether the memory for a computation is available, with a safety margin."""

@@ -6,8 +6,8 @@ A recipe becomes the arguments of transformers' `Trainer`. Before that, everythi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,6 @@ from rope_extend.attention.split_window import split_window
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.peft_models import fingerprint_without_held
 from rope_extend.checkpoint.record import Record
-from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save, stock_save
 from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, RESTART
@@ -42,25 +41,20 @@ from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.launch import check_launch
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.metrics import check_trackers, tracker
+from rope_extend.training.metrics import check_trackers
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     CHECKPOINTS,
     VERSION,
     RunState,
-    check_model,
+    check_continues,
     enter_directory,
     read_state,
-    resumed_state,
     starting_point,
 )
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.step_plan import (
-    default_memory_options,
-    plan_training,
-    resumed_options,
-)
+from rope_extend.training.step_plan import default_memory_options, plan_training
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
 from rope_extend.training.training_data import TrainerBlocks, load_data, source_names
@@ -109,8 +103,6 @@ class FinetuneResult:
 def finetune(
     recipe: Recipe,
     *,
-    model: Any | None = None,
-    tokenizer: Any | None = None,
     resume: bool = False,
     overwrite: bool = False,
     limit_memory: int | None = None,
@@ -125,10 +117,6 @@ def finetune(
 
     Args:
         recipe: the run.
-        model: a loaded base model, without patch or adapter; by default `recipe.model` is loaded. It is
-            changed in place; if the run fails or is interrupted, it is restored, except weights that were
-            trained without LoRA.
-        tokenizer: that of `recipe.model` by default.
         resume: resume from the newest intact checkpoint of `recipe.output_dir`, or start at step 0 if there
             is none. On a CPU, the weights at the end are then bit for bit those of an uninterrupted run. A
             process that is killed, also while it saves, leaves earlier checkpoints intact.
@@ -145,20 +133,14 @@ def finetune(
     check_creatable(directory)
     for source in (recipe.data, recipe.eval_data):
         check_outside(directory, source)
-    refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
+    refuse_base_model(directory, recipe.model)
     checkpoint = starting_point(directory, recipe, resume, overwrite)
     with only_writer(directory, "run") if is_main_process() else nullcontext():
-        return _finetune(recipe, model, tokenizer, checkpoint, limit_memory, fresh=not resume)
+        return _finetune(recipe, checkpoint, limit_memory, fresh=not resume)
 
 
 def _finetune(
-    recipe: Recipe,
-    model: Any | None,
-    tokenizer: Any | None,
-    checkpoint: Path | None,
-    limit_memory: int | None,
-    *,
-    fresh: bool,
+    recipe: Recipe, checkpoint: Path | None, limit_memory: int | None, *, fresh: bool
 ) -> FinetuneResult:
     """As `finetune`, in a directory that no other process writes to; `fresh` removes an earlier run in it."""
     directory = Path(recipe.output_dir)
@@ -166,16 +148,15 @@ def _finetune(
     main = accelerator.is_main_process
     dtype = weights_dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator, recipe.split_window)
-    shape, reach = check_recipe(recipe, model, dtype, sharding)
+    shape, reach = check_recipe(recipe, sharding)
     load_options = LoadOptions(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
     )
     lengths = evaluation_lengths(recipe, shape)
     memory_options, chunk_size = _choose_memory_options(
-        recipe, model, lengths, load_options, accelerator, sharding, checkpoint, reach
+        recipe, lengths, load_options, accelerator, sharding, checkpoint, reach
     )
-    if tokenizer is None:
-        tokenizer = pretrained(AutoTokenizer, recipe.model)
+    tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
         data = load_data(recipe, tokenizer, lengths, shape.trained_length)
     if data.trained_on and main:
@@ -188,68 +169,68 @@ def _finetune(
         data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
     )
     if checkpoint is not None:
-        state = resumed_state(state, checkpoint)
+        before = read_state(checkpoint)
+        check_continues(before, state)
+        state = replace(before, recipe=state.recipe)
     state = replace(state, memory_options=asdict(memory_options))
 
-    if model is None and sharding.weights:  # FSDP distributes what is in host memory
+    if sharding.weights:  # FSDP distributes what is in host memory
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
-    elif model is None:
+    else:
         model = cast(Any, load_options.load(recipe.model))
     share, collator = data.blocks.share_beyond(shape.trained_length), None
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
         share = collator.share_beyond(shape.trained_length, recipe.length, _COUNTED)
-    with _extended(model, recipe) as patch:
-        if main:  # another process may hold no weights yet
-            identity = {**model_identity(model), VERSION: package_version("transformers")}
-            check_model(state, identity)
-            state = replace(state, model=identity)
-        set_seed(recipe.seed)
-        trained = adapted(model, recipe, reach)
-        record = Record.of(trained, model.config.name_or_path or recipe.model)
-        if sharding.weights and main and not recipe.full:  # later the base weights are spread
-            with TemporaryDirectory() as written:
-                stock_save(trained)(trained, written)
-                known = fingerprint_without_held(trained, record.base_fingerprint, Path(written))
-            record = replace(record, base_fingerprint=known)
-        run = Run(recipe, data, dtype, chunk_size, record.base_model)
-        with ExitStack() as stack:
-            stack.callback(setattr, model.config, "use_cache", getattr(model.config, "use_cache", False))
-            stack.enter_context(chunked_loss(model))
-            if recipe.packs:
-                stack.enter_context(packed_attention(model))
-                if main or not sharding.loaded_once:
-                    with run.autocast(accelerator.device):
-                        check_packed_attention(model)
-            if recipe.split_window > 1:
-                connected: Any = torch.distributed  # new_subgroups has no types
-                stack.enter_context(split_window(model, connected.new_subgroups(sharding.parts)[0]))
-            stack.enter_context(apply_memory_options(model, memory_options))
-            per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
-            blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
-            accelerator.wait_for_everyone()  # none reads what is removed
-            if main:
-                enter_directory(directory, recipe, state.step, fresh=fresh)
-            accelerator.wait_for_everyone()
-            trainer = _trainer(trained, run, state, blocks, accelerator)
-            if main:
-                _log_start(trainer, run, patch, share)
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        progress, metrics = trainer.progress, trainer.metrics
-        state_dict = _state_dict(trained, accelerator) if sharding.weights else None
-        named = trained.named_parameters() if state_dict is None else state_dict.items()
-        for name, value in named:
-            if recipe.full or "modules_to_save" in name:  # the dtype of the base model
-                value.data = value.data.to(dtype)
-        trained.eval()
+    patch = extended(model, recipe)
+    if main:  # another process may hold no weights yet
+        identity = {**model_identity(model), VERSION: package_version("transformers")}
+        check_continues(state, replace(state, model=identity))
+        state = replace(state, model=identity)
+    set_seed(recipe.seed)
+    trained = adapted(model, recipe, reach)
+    record = Record.of(trained, model.config.name_or_path or recipe.model)
+    if sharding.weights and main and not recipe.full:  # later the base weights are spread
+        with TemporaryDirectory() as written:
+            stock_save(trained)(trained, written)
+            known = fingerprint_without_held(trained, record.base_fingerprint, Path(written))
+        record = replace(record, base_fingerprint=known)
+    run = Run(recipe, data, dtype, chunk_size, record.base_model)
+    with ExitStack() as stack:
+        stack.callback(setattr, model.config, "use_cache", getattr(model.config, "use_cache", False))
+        stack.enter_context(chunked_loss(model))
+        if recipe.packs:
+            stack.enter_context(packed_attention(model))
+            if main or not sharding.loaded_once:
+                with run.autocast(accelerator.device):
+                    check_packed_attention(model)
+        if recipe.split_window > 1:
+            connected: Any = torch.distributed  # new_subgroups has no types
+            stack.enter_context(split_window(model, connected.new_subgroups(sharding.parts)[0]))
+        stack.enter_context(apply_memory_options(model, memory_options))
+        per_step = recipe.batch_size * recipe.gradient_accumulation * sharding.replicas
+        blocks = TrainerBlocks(data.blocks, collator, recipe.steps * per_step)
+        accelerator.wait_for_everyone()  # none reads what is removed
         if main:
-            kept = tokenizer if recipe.full else None
-            save(trained, directory, kept, overwrite=True, record=record, state=state_dict)
-            add_card(
-                directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on
-            )
-            logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
+            enter_directory(directory, recipe, state.step, fresh=fresh)
         accelerator.wait_for_everyone()
+        trainer = _trainer(trained, run, state, blocks, accelerator)
+        if main:
+            _log_start(trainer, run, patch, share)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    progress, metrics = trainer.progress, trainer.metrics
+    state_dict = _state_dict(trained, accelerator) if sharding.weights else None
+    named = trained.named_parameters() if state_dict is None else state_dict.items()
+    for name, value in named:
+        if recipe.full or "modules_to_save" in name:  # the dtype of the base model
+            value.data = value.data.to(dtype)
+    trained.eval()
+    if main:
+        kept = tokenizer if recipe.full else None
+        save(trained, directory, kept, overwrite=True, record=record, state=state_dict)
+        add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on)
+        logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
+    accelerator.wait_for_everyone()
     return FinetuneResult(
         directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
         progress.skipped, trained, patch,
@@ -264,18 +245,6 @@ def _state_dict(model: Any, accelerator: Accelerator) -> dict[str, torch.Tensor]
         if name in state:
             state[name] = first.setdefault(parameter, state[name])
     return state
-
-
-@contextmanager
-def _extended(model: Any, recipe: Recipe) -> Iterator[Patch]:
-    """The patch of a recipe on a model; if the block raises, the model is what it was."""
-    with undone_on_failure(model):
-        patch = extended(model, recipe)
-        try:
-            yield patch
-        except BaseException:
-            patch.remove()
-            raise
 
 
 def _trainer(
@@ -305,22 +274,20 @@ def _trainer(
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=accelerator.device.type == "cuda",
+        report_to=list(recipe.trackers),
         run_name=directory.resolve().name,
         ddp_find_unused_parameters=False,
         accelerator_config={"use_configured_state": True},
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
-    written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
         model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
         train_dataset=blocks, eval_dataset=run.data.held_out, data_collator=default_data_collator,
-        callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 
 
 def _choose_memory_options(
     recipe: Recipe,
-    model: Any | None,
     lengths: Sequence[int],
     load_options: LoadOptions,
     accelerator: Accelerator,
@@ -328,21 +295,16 @@ def _choose_memory_options(
     checkpoint: Path | None,
     reach: TextReach,
 ) -> tuple[MemoryOptions, int | None]:
-    """The memory options of a run, and the chunk size of its evaluations, if that is known.
+    """The memory options that the steps of a run need, and the chunk size of its evaluations, if known.
 
-    A resumed run keeps its options; another gets those that its steps need.
+    A resumed run keeps its tiles, because others round differently; the other options change no bit.
     """
-    before = None if checkpoint is None else resumed_options(recipe, read_state(checkpoint))
+    if checkpoint is not None:
+        recipe = replace(recipe, mlp_tiles=read_state(checkpoint).memory_options["mlp_tiles"])
     estimate = None
     if recipe.split_window > 1 or sharding.parts == 1:  # the share under ring attention is not estimated
         estimate = plan_training(
-            recipe,
-            load_options=load_options,
-            model=model,
-            memory_options=before,
-            sharding=sharding,
-            evaluation_lengths=lengths,
-            reach=reach,
+            recipe, load_options=load_options, sharding=sharding, evaluation_lengths=lengths, reach=reach
         )
     chunk_size = None
     if estimate is not None:
@@ -354,8 +316,8 @@ def _choose_memory_options(
         )  # fmt: skip
         chunk_size = estimate.evaluation.chunk_size if estimate.evaluation else None
     else:
-        empty = empty_model(recipe.model) if model is None else model
-        memory_options = before or default_memory_options(recipe, empty, load_options.torch_device)
+        empty = empty_model(recipe.model)
+        memory_options = default_memory_options(recipe, empty, load_options.torch_device)
         logger.info("memory options: %s", memory_options)
     chosen = [(memory_options, chunk_size)]
     if accelerator.num_processes > 1:  # free memory differs between devices; all use the same options
@@ -385,9 +347,6 @@ def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> No
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,
     )  # fmt: skip
-    defaults = recipe.computed_defaults().items()
-    by_method = [f"{name} {value}" for name, value in defaults if getattr(recipe, name) == value]
-    logger.info("with defaults that depend on the method: %s", ", ".join(by_method) or "none")
     logger.info(
         "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )

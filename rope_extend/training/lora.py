@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
@@ -16,7 +16,7 @@ from rope_extend.models.current_table import current_table
 from rope_extend.models.parameters import train_learned
 from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
+from rope_extend.training.text_reach import TextReach, text_reach
 
 
 def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> LoraConfig:
@@ -25,21 +25,20 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
     Args:
         model: a model without an adapter.
         recipe: the run.
-        reach: which parts of the model cannot be trained on text, and are left out; `text_reach(model)` if
-            not given.
+        reach: what of the model can be trained on text, the rest is left out; `text_reach(model)` if not
+            given.
 
     Raises:
         RopeExtendError: `lora_targets` names a layer that the model does not have, or that cannot be trained
             on text.
     """
     reach = reach or text_reach(model)
-    targets, chosen, left_out = _layers(model, recipe.lora_targets, reach)
-    extra: dict[str, Any] = {}
-    if excluded := _patterns(chosen, left_out, reach.below):
-        extra["exclude_modules"] = f"({'|'.join(excluded)})"
+    meant, extra = _meant(model, recipe.lora_targets, reach), dict[str, Any]()
+    targets: Any = sorted(meant & reach.layers)  # peft shortens a long list of paths
+    if recipe.lora_targets == "all-linear":  # no list, because peft then adapts stacked experts, too
+        targets, extra["exclude_modules"] = "all-linear", sorted(meant - reach.layers) or None
     if recipe.train_norm_embed:
-        saved = set(norms_and_embedding(model)) - reach.unreached
-        extra["modules_to_save"] = _to_save(model, saved)
+        extra["modules_to_save"] = _to_save(model, _norms_and_embedding(model, reach)[0])
         # A head that is tied to the embedding must stay tied.
         embedding = model.get_input_embeddings()
         extra["ensure_weight_tying"] = embedding.weight is model.get_output_embeddings().weight
@@ -56,16 +55,19 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
 
 
 def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
-    """What the recipe would train, but `lora_config` leaves out, because it cannot be trained on text.
+    """What the recipe would train, but is left out, because it cannot be trained on text.
 
     Returns:
-        Paths, sorted, with `*` for numbers; of encoders of images and sound only their own path.
+        Paths, sorted, with `*` for numbers.
     """
-    paths = set(reach.unreached) if recipe.full else _layers(model, recipe.lora_targets, reach)[2]
+    if recipe.full:
+        unreached = {name for name, _ in model.named_parameters()} - reach.weights
+        paths = {name.rpartition(".")[0] for name in unreached}
+    else:
+        paths = _meant(model, recipe.lora_targets, reach) - reach.layers
     if recipe.train_norm_embed:
-        paths |= reach.unreached.intersection(norms_and_embedding(model))
-    named = {next((part for part in reach.encoders if path.startswith(f"{part}.")), path) for path in paths}
-    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in named})
+        paths |= _norms_and_embedding(model, reach)[1]
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths})
 
 
 def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
@@ -80,10 +82,9 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
         RopeExtendError: as `lora_config`.
     """
     if recipe.full:
-        unreached = (reach or text_reach(model)).unreached
-        for path, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(path not in unreached)
+        weights = (reach or text_reach(model)).weights
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in weights)
         trained = model
     else:
         trained = get_peft_model(model, lora_config(model, recipe, reach))
@@ -127,82 +128,56 @@ def _user_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(path)
 
 
-def _layers(
-    model: Any, targets: str | Sequence[str], reach: TextReach
-) -> tuple[str | list[str], set[str], set[str]]:
-    """The linear layers that `lora_targets` means.
-
-    Returns:
-        What peft gets, `all-linear` or ends of paths; the paths of the layers with LoRA; and those of layers
-        that peft would adapt too, but that cannot be trained on text.
-
-    Raises:
-        RopeExtendError: as `lora_config`.
-    """
-    head = model.get_output_embeddings()
-    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    trainable = linear - reach.unreached - reach.unsupported
-    names: str | list[str] = list(targets)
+def _meant(model: Any, targets: str | Sequence[str], reach: TextReach) -> set[str]:
+    """The paths of the linear layers that `lora_targets` means, with those that text does not reach."""
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     if targets == "all-linear":
-        # Not a list of paths: for some families, peft adapts stacked experts too.
-        names, meant = targets, {name for name in linear if model.get_submodule(name) is not head}
-    elif targets == "attention":
-        linear = {name for name in linear if not name.startswith(reach.below)}
+        head = model.get_output_embeddings()
+        return {name for name, part in linear.items() if part is not head}
+    if targets == "attention":
         meant = {name for name in linear if _is_attention(_user_of(model, name))}
         if any(_leaf(name) == "gate_up_proj" for name, _ in model.named_parameters()):
             # In models with such experts, peft takes every `gate_proj` for a part of them, and refuses it.
             meant = {name for name in meant if _leaf(name) != "gate_proj"}
-        names = _ends(meant, lambda end: any(_named(other, end) for other in linear - meant))
-    else:
-        meant = set()
-        for target in targets:
-            found = {name for name in linear if _named(name, target)}
-            if not found & trainable:  # peft would silently ignore a target that is not there
-                reason = (
-                    "LoRA cannot train on text in this model; choose among"
-                    if found
-                    else "this model does not have; its linear layers are"
-                )
-                leaves = ", ".join(sorted({_leaf(name) for name in (trainable if found else linear)}))
-                raise RopeExtendError(f"recipe: lora_targets has {target!r}, which {reason} {leaves}")
-            meant |= found
-    return names, meant & trainable, meant - trainable
+        return meant
+    meant = set()
+    for target in targets:
+        found = {name for name in linear if f".{name}".endswith(f".{target}")}
+        if not found & reach.layers:  # peft would silently ignore a target that is not there
+            reason = (
+                "LoRA cannot train on text in this model; choose among"
+                if found
+                else "this model does not have; its linear layers are"
+            )
+            leaves = ", ".join(sorted(set(map(_leaf, reach.layers if found else linear))))
+            raise RopeExtendError(f"recipe: lora_targets has {target!r}, which {reason} {leaves}")
+        meant |= found
+    return meant
 
 
-def _named(path: str, end: str) -> bool:
-    """Whether peft takes the end of a path, or the whole path, for the name of this target."""
-    return f".{path}".endswith(f".{end}")
-
-
-def _ends(paths: Iterable[str], ambiguous: Callable[[str], bool]) -> list[str]:
-    """The shortest end of each path, in whole names, that is not ambiguous; the path if all are."""
-
-    def end(path: str) -> str:
-        names = path.split(".")
-        ends = (".".join(names[start:]) for start in range(len(names) - 1, 0, -1))
-        return next((end for end in ends if not ambiguous(end)), path)
-
-    return sorted(set(map(end, paths)))
+def _norms_and_embedding(model: Any, reach: TextReach) -> tuple[set[str], set[str]]:
+    """Paths of the norms with weights and of the embedding of tokens: those that text reaches, and others."""
+    reached, others = set[str](), set[str]()
+    for path, part in model.named_modules():
+        names = {f"{path}.{name}" for name, _ in part.named_parameters(recurse=False)}
+        if names and (part is model.get_input_embeddings() or "Norm" in type(part).__name__):
+            (reached if names & reach.weights else others).add(path)
+    return reached, others
 
 
 def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:
-    """Names of modules for `modules_to_save`, which peft compares with the last characters of all paths."""
-    wanted = {f"base_model.model.{path}" for path in paths}
-    others = {f"base_model.model.{path}" for path, _ in model.named_modules()} - wanted
-    return _ends(wanted, lambda end: any(other.endswith(end) for other in others))
+    """Names of modules for `modules_to_save`, which peft compares with the last characters of all paths.
 
-
-def _patterns(chosen: set[str], left_out: set[str], below: tuple[str, ...]) -> list[str]:
-    """Patterns of the paths that peft leaves out, with one pattern for all layers where that is possible."""
-    patterns = {rf"{re.escape(path)}.*" for path in below}
-    for path in left_out:
-        if path.startswith(below):
-            continue
-        names = path.split(".")
-        pattern = r"\.".join(r"\d+" if name.isdigit() else re.escape(name) for name in names)
-        every = not any(re.fullmatch(pattern, name) for name in chosen)
-        patterns.add(pattern if every else re.escape(path))
-    return sorted(patterns)
+    That is the last name of a path, or all of it where another module ends like that.
+    """
+    wanted = set(paths)
+    others = {path for path, _ in model.named_modules()} - wanted
+    return sorted(
+        {
+            f"base_model.model.{path}" if any(each.endswith(_leaf(path)) for each in others) else _leaf(path)
+            for path in wanted
+        }
+    )
 
 
 def _leaf(name: str) -> str:

@@ -69,21 +69,11 @@ class MemoryOptions:
         gradient_checkpointing: recompute each layer in the backward pass.
         mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
-
-    Raises:
-        RopeExtendError: `offload_checkpoints` without `gradient_checkpointing`.
     """
 
     gradient_checkpointing: bool = False
     mlp_tiles: int = 0
     offload_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        if self.offload_checkpoints and not self.gradient_checkpointing:
-            raise RopeExtendError(
-                "offload_checkpoints keeps the inputs of recomputed layers in host memory, but without "
-                "gradient_checkpointing no layer is recomputed; set gradient_checkpointing to true or auto"
-            )
 
     @property
     def parts(self) -> list[str]:
@@ -177,14 +167,8 @@ def _offloaded(
 ) -> Any:
     """Run a checkpointed layer with its input in pinned host memory until the layer is recomputed.
 
-    On a CPU, where all memory is host memory, the input stays where it is.
-
-    Args:
-        hooks_of: as `offload` of `apply_memory_options`.
-        run: the checkpointing function.
-        function: the layer's forward.
-        args: arguments of the layer, hidden states first.
-        kwargs: arguments of the checkpointing function.
+    On a CPU, where all memory is host memory, the input stays where it is. `run` is the checkpointing
+    function, and `function` the layer's forward, which takes hidden states first.
     """
     states = args[0] if args else None
     if not (isinstance(states, Tensor) and states.is_floating_point() and torch.is_grad_enabled()):
@@ -383,11 +367,8 @@ class _Tiles(torch.autograd.Function):
 
 
 def _computation_context(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
-    """What a computation depends on apart from its inputs: autocast and the random generators.
-
-    Returns:
-        A context that restores them for a block; afterwards the generators continue as before it.
-    """
+    """Makes a context that restores what a computation depends on apart from its inputs: autocast and the
+    random generators, which afterwards continue as before."""
     kind = hidden.device.type
     autocast: AbstractContextManager[Any] = nullcontext()
     if torch.amp.is_autocast_available(kind):

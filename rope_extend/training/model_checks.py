@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
@@ -21,7 +20,6 @@ from rope_extend.models.config_facts import layer_types_except_full_attention, w
 from rope_extend.models.families import family_for
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.processes import is_main_process
-from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import extended, left_out, lora_config
 from rope_extend.training.recipe import Recipe
@@ -38,10 +36,8 @@ def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
 
 
-def check_recipe(
-    recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding
-) -> tuple[RopeShape, TextReach]:
-    """Try the recipe on the model, or on `recipe.model` without weights.
+def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:
+    """Try the recipe on its model without weights.
 
     Returns:
         The rotary shape of the model, and which of its parts text reaches.
@@ -49,21 +45,7 @@ def check_recipe(
     Raises:
         RopeExtendError: the model, the encoding, the data and the sharding do not go together.
     """
-    if model is None:
-        model = empty_model(recipe.model)
-    elif isinstance(model, PeftModel) or current_patch(model) is not None:
-        raise RopeExtendError(
-            "the model has a patch or an adapter already, but finetune applies those of the recipe; leave "
-            "model out, so that the recipe's is loaded. To train on from an adapter, merge it first "
-            "(rope-extend merge), and name the merged checkpoint in the recipe"
-        )
-    elif recipe.quantize is not None:
-        raise RopeExtendError(
-            "recipe: quantize is applied while weights are loaded, but this model is loaded already; leave "
-            "the model out, or load it with a quantization_config and leave quantize out"
-        )
-    elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
-        raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
+    model: Any = empty_model(recipe.model)
     reach = text_reach(model)
     if not recipe.full:
         lora_config(model, recipe, reach)

@@ -280,7 +280,7 @@ class Recipe(Config):
     trackers: Annotated[
         tuple[str, ...],
         _TRACKERS,
-        "trackers of accelerate that also receive the metrics, such as [tensorboard, wandb, mlflow]",
+        "trackers of Trainer that also receive the metrics, such as [tensorboard, wandb, mlflow]",
     ] = ()
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
@@ -321,9 +321,6 @@ class Recipe(Config):
             "target_length, or leave block_length out": self.length > self.target_length,
             f"short_share {self.short_share:g} needs mixed_windows; set mixed_windows, or leave short_share "
             "out": self.short_share != type(self).short_share and not mixed,
-            "end_of_text is about packed documents; pack them, or leave it out": not (
-                self.end_of_text or self.packs
-            ),
             f"positions {self.positions} and packing {self.packing} cannot be combined: sampled positions "
             f"stand for one long document; {either}": sampled and packs,
             f"mixed_windows and packing {self.packing} cannot be combined: mixed windows pack short "
@@ -351,11 +348,8 @@ class Recipe(Config):
             "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout are for LoRA; "
             "leave them out, or name layers": self.full
             and bool(self.quantize or self.dora or self.rslora or self.lora_dropout),
-            "eval_every needs eval_data; name documents to evaluate on": (
-                self.eval_data is None and self.eval_every > 0
-            ),
-            "eval_lengths needs eval_data; name documents to evaluate on": (
-                self.eval_data is None and self.eval_lengths is not None
+            "eval_every and eval_lengths need eval_data; name documents to evaluate on": (
+                self.eval_data is None and (self.eval_every > 0 or self.eval_lengths is not None)
             ),
         }
         for problem, given in contradictions.items():

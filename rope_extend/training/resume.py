@@ -13,13 +13,11 @@ damage, by a disk or in a copy, is found by its manifest; then the checkpoint be
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
-from rope_extend.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ CHECKPOINTS = "checkpoints"
 """The directory of the checkpoints of a run, in that of the run."""
 PARTIAL = ".partial-"
 """The names of directories of unfinished checkpoints begin like this."""
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS)
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
@@ -50,7 +47,7 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 """Fields of the recipe that may change when a run resumes: they do not change what a step computes.
 
-A base model may have moved: `check_model` compares its weights and dtype.
+A base model may have moved: its weights and dtype are compared.
 """
 VERSION = "transformers"
 """The name of transformers' version in `RunState.model`."""
@@ -103,10 +100,6 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, by its manifest; None if they are intact.
 
     Reads every file once.
-
-    Raises:
-        RopeExtendError: a file is there, but cannot be read. That may be temporary, as on a network file
-            system, so the checkpoint does not count as damaged.
     """
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
@@ -117,13 +110,8 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
             if sha256(path) != expected["sha256"]:
                 return f"{name} has changed since it was written (another SHA-256)"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
     except OSError as error:
-        raise RopeExtendError(
-            f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
-            "an earlier one, move it away"
-        ) from error
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_NAME} is not a manifest"
     return None
@@ -135,14 +123,8 @@ def newest_intact(directory: Path) -> Path | None:
     Logs which newer ones are damaged.
 
     Raises:
-        RopeExtendError: all are damaged, one cannot be read for another reason, or they are of a version of
-            this package that wrote other checkpoints.
+        RopeExtendError: all are damaged.
     """
-    if old := sorted(directory.glob("step-*")):
-        raise RopeExtendError(
-            f"cannot resume from {old[-1]}: an earlier version of rope_extend wrote it, in another format. "
-            "Start a new run in another output_dir; the adapter of a finished run can be used as before"
-        )
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints(directory)):
         reason = damage(checkpoint)
@@ -179,7 +161,7 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
         return None
     checkpoint = newest_intact(directory / CHECKPOINTS)
     if checkpoint is not None:
-        check_continues(read_state(checkpoint), recipe)
+        check_continues(read_state(checkpoint), RunState(recipe=recipe.to_dict()))
     elif finished:  # such as the adapter of a run whose checkpoints were deleted
         raise RopeExtendError(
             f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training would "
@@ -190,30 +172,10 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
     return checkpoint
 
 
-def resumed_state(state: RunState, checkpoint: Path) -> RunState:
-    """The state of a checkpoint, with the recipe of `state`, if documents and processes are those of `state`.
-
-    Raises:
-        RopeExtendError: the checkpoint was written with other documents, processes or parts of sequences.
-    """
-    saved = read_state(checkpoint)
-    before, now = (
-        {"documents": each.data, "processes": each.processes, "parts of a sequence": each.parts}
-        for each in (saved, state)
-    )
-    advice = "Restore the documents, and launch as many processes with the same cp_size or split_window"
-    _check_same("the data or launch", before, now, advice)
-    return replace(saved, recipe=state.recipe)
-
-
 def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bool = False) -> None:
     """Write the recipe of a run, and remove what is left of a killed save; call it once nothing can refuse.
 
-    Args:
-        directory: that of the run.
-        recipe: the run.
-        step: after which the run resumes. Later checkpoints stay until it has saved one.
-        fresh: first remove an earlier run.
+    Checkpoints after `step` stay until the run has saved one. With `fresh`, an earlier run goes first.
 
     Raises:
         RopeExtendError: the directory cannot be written.
@@ -258,20 +220,6 @@ def publish_checkpoint(
     prune(final.parent, keep, state.step, best)
 
 
-def unwritten(final: Path, error: Exception) -> RopeExtendError:
-    """The error for a checkpoint that cannot be written."""
-    reason = str(error)
-    if os.strerror(errno.ENOSPC) in reason:
-        reason = f"the disk is full: {reason}"
-    elif type(error) is RuntimeError:  # torch's own, which do not tell the error of the system
-        free = format_bytes(shutil.disk_usage(final.parent).free)
-        reason = f"torch could not write a file whole, with {free} free on the disk"
-    return RopeExtendError(
-        f"cannot write the checkpoint {final}: {reason}. Earlier checkpoints are intact; make room, then "
-        "resume the run"
-    )
-
-
 def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
     """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
     up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
@@ -295,40 +243,35 @@ def read_state(checkpoint: Path) -> RunState:
         ) from error
 
 
-def check_continues(state: RunState, recipe: Recipe) -> None:
-    """Refuse to resume with a recipe that describes another run.
+def check_continues(before: RunState, now: RunState) -> None:
+    """Refuse to resume a run as another one. What is still empty in `now` is not compared.
+
+    The configs of models are compared if the version of transformers is the same: another may have other
+    defaults.
 
     Raises:
-        RopeExtendError: names every field that differs, with both values.
+        RopeExtendError: names all that differs, with both values.
     """
-    now = {name: value for name, value in recipe.to_dict().items() if name not in MAY_CHANGE}
-    then = {name: state.recipe.get(name) for name in now}
-    only = f"only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
-    _check_same("the recipe", then, now, f"Restore these fields; {only}")
-    refuse_if(
-        recipe.steps < state.step,
-        f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise steps",
-    )
+    updated = before.model.get(VERSION) != now.model.get(VERSION)
 
+    def compared(state: RunState) -> Identity:
+        values = {name: state.recipe.get(name) for name in now.recipe if name not in MAY_CHANGE}
+        if now.data:
+            parts = {"processes": state.processes, "parts of a sequence": state.parts}
+            values |= {"documents": state.data, **parts}
+        if now.model and before.model:
+            ignored = {VERSION, "config"} if updated else set[str]()
+            values |= {name: value for name, value in state.model.items() if name not in ignored}
+        return values
 
-def check_model(state: RunState, identity: Identity) -> None:
-    """Refuse to resume with another base model or encoding than the run began with.
-
-    The configs are compared if the version of transformers is the same: another may have other defaults.
-
-    Raises:
-        RopeExtendError: names what differs, such as the weights, the config or the dtype.
-    """
-    before = state.model or identity  # of a run that begins
-    if before.get(VERSION) != identity.get(VERSION):
-        before = {**before, **{name: identity.get(name) for name in (VERSION, "config")}}
-    _check_same("the model", before, identity, "Restore it (or set dtype to that of the run)")
-
-
-def _check_same(what: str, before: Identity, now: Identity, advice: str) -> None:
-    """Refuse to resume with something else than the run began with."""
-    if changed := differences(before, now):
+    if changed := differences(compared(before), compared(now)):
         raise RopeExtendError(
-            f"cannot resume: {what} differs from that of the run in {changed}. {advice}, or start a new run "
-            "in another output_dir"
+            f"cannot resume: what is given differs from that of the run in {changed}. Restore it, and launch "
+            "as many processes with the same cp_size or split_window, or start a new run in another "
+            f"output_dir. Of the recipe, only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
+    steps = now.recipe["steps"]
+    refuse_if(
+        steps < before.step,
+        f"cannot resume: {before.step} steps are done, and the recipe has steps {steps}; raise steps",
+    )

@@ -62,17 +62,15 @@ class Sharding:
         kind, config = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
         fsdp2 = accelerator.is_fsdp2
         parts, tensor = (config.cp_size, config.tp_size) if config else (1, 1)
-        unused = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not fsdp2
+        configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        other = f"tensor parallelism (tp_size {tensor})" if tensor > 1 else kind.value
         see = "see configs/accelerate"
         refusals = {
-            f"FSDP in version 1 is not supported; set fsdp_version: 2, {see}/fsdp2.yaml": (
-                unused and kind == DistributedType.FSDP
+            f"FSDP is configured, but does not run as FSDP2 ({kind.value}); set fsdp_version: 2, and launch "
+            f"it on several GPUs ({see}/fsdp2.yaml), or leave the config out": configured and not fsdp2,
+            f"fine-tuning does not support {other}; use DDP or FSDP2, or cp_size to share sequences: {see}": (
+                tensor > 1 or kind in (DistributedType.MEGATRON_LM, DistributedType.DEEPSPEED)
             ),
-            f"FSDP is configured, but accelerate runs without it ({kind.value}), because it shards weights "
-            "over GPUs. Launch it on several GPUs, or leave the config out": unused,
-            f"fine-tuning does not support {kind.value}; use DDP or FSDP2, with cp_size to share sequences: "
-            f"{see}": kind in (DistributedType.MEGATRON_LM, DistributedType.DEEPSPEED),
-            f"fine-tuning does not support tensor parallelism (tp_size {tensor}); use FSDP2": tensor > 1,
             f"cp_size needs FSDP2 on GPUs: {see}/context_parallel.yaml": parts > 1 and not fsdp2,
             f"split_window {window} needs {window} processes, or a multiple, and {accelerator.num_processes} "
             f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
@@ -120,27 +118,24 @@ class Sharding:
             check_split(model, self.parts)
         if recipe.split_window > 1 or self.parts == 1:
             return
-        setting = f"cp_size {self.parts}"
         config = causal_lm(model).config.get_text_config(decoder=True)
-        reason = ring_refusal(patch.encoding)
         kinds = ", ".join(sorted(layer_types_except_full_attention(config)))
         # Ring attention gives each process one piece of the front and one of the back, for equal work.
-        pieces, length = 2 * self.parts, recipe.length
+        pieces = 2 * self.parts
         refusals = {
-            f"parts of a sequence ({setting}) do not work: {reason}. Use a rotary method with one table, "
-            f"such as yarn, or train on shorter blocks without {setting}": (bool(reason)),
-            "sampled positions make short blocks stand for long ones, which need not be cut: leave "
-            f"{setting} or positions out": recipe.positions != CONSECUTIVE,
-            "packing uses its own attention functions, which ring attention would replace: leave "
-            f"{setting} or packing out": recipe.packs,
-            f"attention over parts ({setting}) replaces sdpa, but this model uses "
-            f"{config._attn_implementation}; load it with sdpa": config._attn_implementation != "sdpa",
-            f"this model has layers of type {kinds}, which cannot be cut into parts: only full attention "
-            f"can. Train without {setting}": kinds != "",
-            f"sequences of {length} tokens cannot be cut into {pieces} equal pieces ({setting}); set "
-            f"block_length to a multiple of {pieces}, such as {length // pieces * pieces or pieces}": (
-                length % pieces != 0
+            ring_refusal(patch.encoding): bool(ring_refusal(patch.encoding)),
+            "packed documents and sampled positions need whole sequences": (
+                recipe.packs or recipe.positions != CONSECUTIVE
             ),
+            f"it replaces sdpa, but this model uses {config._attn_implementation}": (
+                config._attn_implementation != "sdpa"
+            ),
+            f"this model has layers of type {kinds}, and only full attention can be cut": kinds != "",
+            f"{recipe.length} tokens cannot be cut into {pieces} equal pieces": recipe.length % pieces != 0,
         }
-        for problem, wrong in refusals.items():
-            refuse_if(wrong, problem)
+        for reason, wrong in refusals.items():
+            refuse_if(
+                wrong,
+                f"ring attention (cp_size {self.parts}) does not work: {reason}. Use split_window "
+                f"{self.parts} instead, which shares a block under every method",
+            )

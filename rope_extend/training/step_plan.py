@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.forward_plan import ForwardEstimator, WindowEstimate, planned_split
 from rope_extend.memory.budget import expand_segments, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
-from rope_extend.memory.plan import GRAIN, Budget, MemoryEstimate, longest, table
+from rope_extend.memory.plan import Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
@@ -32,7 +31,6 @@ from rope_extend.training.memory_options import (
 from rope_extend.training.metrics import check_trackers
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
 from rope_extend.training.text_reach import TextReach, text_reach
@@ -103,7 +101,9 @@ class TrainingPlan:
             fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
             raise RopeExtendError(
                 f"a step of {self._blocks} needs {self.budget.misfit(self.chosen)} (memory options: "
-                f"{self.chosen.memory_options}); {fitting}. {self._advice()}"
+                f"{self.chosen.memory_options}); {fitting}. To need less memory, use a shorter block_length "
+                "with positions: pose, a smaller batch_size, gradient_checkpointing and mlp_tiles on auto, "
+                "or quantize: 4bit"
             )
         if self.evaluation is not None and not self.evaluates:
             longest = self.longest_evaluation
@@ -124,17 +124,6 @@ class TrainingPlan:
     @property
     def _blocks(self) -> str:
         return f"{self.recipe.batch_size} x {self.recipe.length:,} tokens"
-
-    def _advice(self) -> str:
-        step, recipe = self.chosen, self.recipe
-        advice = ["a shorter block_length with positions: pose"] if recipe.length > GRAIN else []
-        advice += ["a smaller batch_size"] if recipe.batch_size > 1 else []
-        off = [
-            name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
-        ]
-        advice += [f"{' and '.join(off)} on auto"] if off else []
-        advice += ["quantize: 4bit"] if quantizable(recipe, self.sharding) and not step.quantized else []
-        return f"To need less memory, use {', or '.join(advice)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""
@@ -217,7 +206,7 @@ def plan(
         check_trackers(recipe.trackers)
     planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine
     dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else weights_dtype(recipe, device)
-    shape, reach = check_recipe(recipe, None, dtype, sharding)
+    shape, reach = check_recipe(recipe, sharding)
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
     estimate = plan_training(
         recipe, load_options=load_options, sharding=sharding, all_options=all_options, device=planned_gpu,
@@ -235,8 +224,6 @@ def plan_training(
     recipe: Recipe,
     *,
     load_options: LoadOptions,
-    model: Any | None = None,
-    memory_options: MemoryOptions | None = None,
     sharding: Sharding = ALONE,
     all_options: bool = False,
     device: torch.device | None = None,
@@ -248,8 +235,6 @@ def plan_training(
     Args:
         recipe: the run.
         load_options: where and how the model will be loaded.
-        model: a loaded model, used instead of the recipe's; only its shapes matter.
-        memory_options: the options of a resumed run; then none is left open.
         sharding: the share of each process. On a CPU, processes also share its memory.
         all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
@@ -263,17 +248,13 @@ def plan_training(
         RopeExtendError: the model does not support a memory option that the recipe turns on.
     """
     device = device or load_options.torch_device
-    empty = _without_weights(recipe, load_options, model)
-    if model is None:
-        weights = weight_bytes(recipe.model, empty, load_options)
-    else:
-        weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    candidates = [memory_options] if memory_options else candidate_options(recipe, empty, device)
+    empty = load_options.empty(recipe.model)
+    weights = weight_bytes(recipe.model, empty, load_options)
+    candidates = candidate_options(recipe, empty, device)
     apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
     reach = reach or text_reach(empty)
-    loaded = weights if model is not None and model.device.type == device.type else 0
     if device == load_options.torch_device:
-        budget = Budget.of(load_options, sharding.ranks, loaded)
+        budget = Budget.of(load_options, sharding.ranks)
     else:
         budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
@@ -285,7 +266,7 @@ def plan_training(
     estimated = try_estimate(estimate_steps, empty, "a step")
     if estimated is None or not evaluation_lengths:
         return estimated and estimated[0]
-    fresh = _without_weights(recipe, load_options, model)
+    fresh = load_options.empty(recipe.model)
     estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
 
@@ -326,27 +307,6 @@ def default_memory_options(recipe: Recipe, model: Any, device: torch.device) -> 
     """The options of a run whose memory cannot be estimated: the recipe's, with gradient checkpointing."""
     candidates = candidate_options(recipe, model, device)
     return next((options for options in candidates if options.gradient_checkpointing), candidates[0])
-
-
-def resumed_options(recipe: Recipe, state: RunState) -> MemoryOptions:
-    """The options of a resumed run: those it had, except those set by the recipe that change no result."""
-    recomputes, offloads = recipe.gradient_checkpointing, recipe.offload_checkpoints
-    changes: dict[str, Any] = {}
-    if recomputes != AUTO:
-        changes["gradient_checkpointing"] = recomputes
-    if offloads != AUTO or recomputes is False:
-        changes["offload_checkpoints"] = offloads is True
-    if offloads is True:
-        changes["gradient_checkpointing"] = True
-    return replace(MemoryOptions(**state.memory_options), **changes)
-
-
-def _without_weights(recipe: Recipe, load_options: LoadOptions, model: Any | None) -> Any:
-    """The recipe's model, or one with the shapes of `model`, on the meta device."""
-    if model is None:
-        return load_options.empty(recipe.model)
-    with torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config)).to(model.dtype)
 
 
 def _plan_steps(

@@ -24,14 +24,14 @@ from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from rope_extend.attention.split_window import current_split
 from rope_extend.checkpoint.callback import SaveEncodingCallback, write_spread
 from rope_extend.data.documents import fingerprint
-from rope_extend.errors import refuse_if
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.training.metrics import Metrics
@@ -43,7 +43,6 @@ from rope_extend.training.resume import (
     newest_intact,
     publish_checkpoint,
     read_state,
-    unwritten,
 )
 from rope_extend.training.training_data import RunData, source_names
 
@@ -132,8 +131,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.steps = _StepCallback(self)
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
-        if self.pop_callback(ProgressCallback):
-            self.add_callback(_Progress(self))
         self.run = run
         self.progress = state or RunState()
         self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
@@ -216,7 +213,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise unwritten(final, error) from error
+            raise RopeExtendError(
+                f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are intact; make room on "
+                "the disk, then resume the run"
+            ) from error
         self.accelerator.wait_for_everyone()
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -441,24 +441,3 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before.clear()
-
-
-class _Progress(ProgressCallback):  # type: ignore[misc]
-    """The bar of `Trainer`, with loss and speed in place of a line for each log."""
-
-    def __init__(self, trainer: RopeTrainer) -> None:
-        super().__init__()
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Begin the bar at the present step."""
-        super().on_train_begin(args, state, control, **options)
-        if self.training_bar is not None:
-            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Show loss and speed."""
-        if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_postfix_str(
-                f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
-            )

@@ -270,7 +270,7 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu": "h1000"}, "Did you mean h100"),
+        ({"gpu": "h1000"}, "no GPU is known as 'h1000'"),
         ({"engine": "ollama"}, "engine must be one of"),
         ({"target_length": "32kb"}, "not a length"),
         ({"target_length": 1}, "target_length must be at least 2 tokens, got 1"),

@@ -41,15 +41,12 @@ def test_a_gpu_at_the_command_line_is_the_one_that_was_written(text: str) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h1000", "Did you mean h100"),
-        ("h100-80gb", "Did you mean h100"),
+        ("h1000", "'h1000'. Give the name of a GPU .*h100"),
         ("v100", "'v100'. Give the name"),
-        ("a100", "a100-40gb or a100-80gb"),
         ("0xh100", "of several, such as 8xh100"),
-        ("8xh1000", "Did you mean h100"),
         ("24", "with its unit"),
     ],
 )
-def test_an_unknown_gpu_is_refused_with_what_was_meant(text: str, message: str) -> None:
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str, message: str) -> None:
     with pytest.raises(rx.RopeExtendError, match=message):
         find_gpu(text)

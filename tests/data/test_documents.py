@@ -109,8 +109,6 @@ def test_documents_end_with_an_end_of_text_token_where_they_end(
     rx.chunked_loss(model)
     for how, count in ((ends, 3), (None, 2)):
         assert len(rx.blocks(documents, 4, packing=True, model=model, tokenizer=how)) == count
-    with pytest.raises(RopeExtendError, match="end_of_text is about packed documents"):
-        Recipe.from_dict({**recipe, "end_of_text": False})
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

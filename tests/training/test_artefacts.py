@@ -12,12 +12,18 @@ import pytest
 import torch
 from runs import files_below, settings
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import CHECKPOINTS, VERSION, RunState, check_model, checkpoints, read_state
+from rope_extend.training.resume import (
+    CHECKPOINTS,
+    VERSION,
+    RunState,
+    check_continues,
+    checkpoints,
+    read_state,
+)
 from rope_extend.training.sharding import Sharding
 
 
@@ -81,24 +87,21 @@ def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_a_model_that_moved_or_is_in_memory(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_model_that_moved(recipe: Recipe, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     Path(recipe.model).rename(moved)
     finetune(replace(recipe, model=str(moved)), resume=True)
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(moved))  # its config names no architecture
-    model.load_state_dict(load_file(moved / "model.safetensors"), strict=False)
-    finetune(replace(recipe, model=str(moved), steps=4), model=model, resume=True)
-    assert read_state(checkpoints(Path(recipe.output_dir) / CHECKPOINTS)[-1]).step == 4
+    assert read_state(checkpoints(Path(recipe.output_dir) / CHECKPOINTS)[-1]).step == 3
 
 
 def test_configs_are_compared_under_one_version_of_transformers() -> None:
     """A new version may have new defaults; it does not change a weight."""
     before = {"config": "a", "weights": "b", VERSION: "5.17.0"}
-    state = RunState(1, 1, 1.0, "", 1, {}, model=before)
-    check_model(state, {**before, "config": "c", VERSION: "5.23.0"})
+    state = RunState(recipe={"steps": 1}, model=before)
+    check_continues(state, replace(state, model={**before, "config": "c", VERSION: "5.23.0"}))
     for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
-        with pytest.raises(RopeExtendError, match="cannot resume: the model differs from that of the run"):
-            check_model(state, {**before, **changed})
+        with pytest.raises(RopeExtendError, match=r"cannot resume: .* differs from that of the run in"):
+            check_continues(state, replace(state, model={**before, **changed}))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,11 +57,9 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 
 @pytest.mark.slow
 def test_a_run_that_learns_a_bias_and_was_interrupted_ends_on_the_same_bits(
-    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, tmp_path: Path
 ) -> None:
-    with caplog.at_level(logging.INFO, "rope_extend"):
-        result = finetune(recipe)
-    assert "on the method: lora_targets all-linear, train_norm_embed True" in caplog.text
+    result = finetune(recipe)
     with torch.no_grad():
         assert_same_but_rounding(rx.load(recipe.output_dir)(IDS).logits, result.model(IDS).logits)
     other = replace(recipe, output_dir=str(tmp_path / "other"))

@@ -30,13 +30,8 @@ from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_data
 
 
-def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(
-    recipe: Recipe, work: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
     result = finetune(replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4))
-    told = "with defaults that depend on the method: lora_targets attention, train_norm_embed False"
-    assert told in caplog.messages  # steps and the learning rate are given
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
@@ -244,40 +239,29 @@ def test_mistakes_are_refused_before_the_weights_are_loaded(
     assert not Path(recipe.output_dir).exists()
 
 
-def test_a_loss_that_is_never_finite_stops_the_run_and_undoes_the_model(recipe: Recipe) -> None:
+def test_a_loss_that_is_never_finite_stops_the_run(recipe: Recipe, tmp_path: Path) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
-    before, modules = dict(model.state_dict()), dict(model.named_modules())
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer_of(recipe).save_pretrained(tmp_path / "broken")
     with pytest.raises(
         RopeExtendError, match=r"step 4: the loss is (nan|inf).*4 consecutive steps.*lower learning_rate"
     ):
-        finetune(recipe, model=model)
-    assert current_patch(model) is None
-    assert dict(model.named_modules()) == modules
-    assert model.state_dict().keys() == before.keys()
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert model.config.max_position_embeddings == TRAINED
-
-
-def test_a_model_with_a_patch_or_adapter_is_refused(recipe: Recipe) -> None:
-    result = finetune(replace(recipe, steps=1))
-    again = replace(recipe, output_dir=recipe.output_dir + "-again")
-    for model in (result.model, result.model.get_base_model()):
-        with pytest.raises(RopeExtendError, match="has a patch or an adapter already"):
-            finetune(again, model=model)
-    with pytest.raises(RopeExtendError, match="load it with dtype"):
-        finetune(again, model=tiny_llama().half())
+        finetune(replace(recipe, model=str(tmp_path / "broken")))
 
 
 def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
-    assert lora_config(tiny_llama(), recipe).target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    names = lora_config(tiny_llama(num_hidden_layers=1), recipe).target_modules
+    assert names == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
     neox = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
         )
     )
-    assert lora_config(neox, recipe).target_modules == {"query_key_value", "dense"}
+    assert lora_config(neox, recipe).target_modules == {
+        f"gpt_neox.layers.0.attention.{name}" for name in ("query_key_value", "dense")
+    }
 
 
 def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_named(

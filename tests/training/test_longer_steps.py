@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def test_a_step_of_500k_tokens_of_an_8b_model_fits_on_80_gb(tmp_path: Path) -> N
     recipe = Recipe(str(tmp_path), "books", "runs/one", tokens, lora_targets="all-linear", method="yarn",
                     gradient_accumulation=1)  # fmt: skip
     options = LoadOptions("cpu", dtype=torch.bfloat16, limit_memory=80 * 10**9)
-    plan = plan_training(recipe, load_options=options, device=torch.device("cuda"), memory_options=EVERYTHING)
+    recipe = replace(recipe, **asdict(EVERYTHING))
+    plan = plan_training(recipe, load_options=options, device=torch.device("cuda"))
     assert plan is not None
     plan.check()
     chosen, state = plan.chosen, tokens * 4096 * 2
@@ -167,14 +169,14 @@ def test_layer_norms_are_float32_under_the_autocast_of_a_gpu(tiles: int, states:
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=64,
     ).save_pretrained(tmp_path)  # fmt: skip
-    recipe = Recipe(str(tmp_path), "data", "run", 512, gradient_accumulation=1)
+    recipe = Recipe(
+        str(tmp_path), "data", "run", 512, gradient_accumulation=1, gradient_checkpointing=False,
+        mlp_tiles=tiles,
+    )  # fmt: skip
     options = load_options.LoadOptions("cpu", dtype=torch.bfloat16, limit_memory=10**9)
     peaks = []
     for device in ("cpu", "cuda"):
-        plan = plan_training(
-            recipe, load_options=options, device=torch.device(device),
-            memory_options=MemoryOptions(mlp_tiles=tiles),
-        )  # fmt: skip
+        plan = plan_training(recipe, load_options=options, device=torch.device(device))
         assert plan is not None
         peaks.append(plan.chosen.peak)
     more = (peaks[1] - peaks[0]) / (512 * 64 * 2)  # in hidden states of bfloat16

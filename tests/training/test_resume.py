@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
-from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.training.resume import RunState, check_continues, enter_directory, starting_point
 
@@ -83,15 +81,19 @@ def test_a_copied_checkpoint_resumes_in_a_new_directory(recipe: Recipe, finished
 
 
 def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> None:
-    state = RunState(3, 0, 0.0, "", 1, json.loads(json.dumps(recipe.to_dict())))
-    check_continues(state, replace(recipe, steps=9, save_every=1, dtype="float32"))
+    state = RunState(3, recipe=json.loads(json.dumps(recipe.to_dict())))
+
+    def resumed(**changes: Any) -> None:
+        check_continues(state, RunState(recipe=replace(recipe, **changes).to_dict()))
+
+    resumed(steps=9, save_every=1, dtype="float32")
     with pytest.raises(
         RopeExtendError,
         match=r"learning_rate \(0\.01 there, 0\.001 here\), seed \(0 there, 1 here\)\. .*only",
     ):
-        check_continues(state, replace(recipe, learning_rate=1e-3, seed=1))
+        resumed(learning_rate=1e-3, seed=1)
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
-        check_continues(state, replace(recipe, steps=2))
+        resumed(steps=2)
 
 
 def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
@@ -131,27 +133,6 @@ def test_a_finished_run_reports_the_perplexity_of_its_own_step(recipe: Recipe, w
     assert metrics(path) == lines
     assert {str(length): value for length, value in result.perplexity.items()} == lines[-1]["perplexity"]
     assert lines[-1]["perplexity"] != lines[0]["perplexity"]
-
-
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
-    recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished, recipe.output_dir)
-    before = files_below(recipe.output_dir)
-    newest = Path(recipe.output_dir, "checkpoints", "checkpoint-8")
-    sha256 = resume_module.sha256
-
-    def stale(path: Path) -> str:
-        if path.parent == newest:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return sha256(path)
-
-    monkeypatch.setattr(resume_module, "sha256", stale)
-    with pytest.raises(
-        RopeExtendError, match=r"cannot read the checkpoint .*checkpoint-8.*may be intact: try again"
-    ):
-        finetune(replace(recipe, steps=9), resume=True)
-    assert files_below(recipe.output_dir) == before
 
 
 def cut_short(file: Path) -> None:
@@ -203,12 +184,6 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
         finetune(replace(recipe, steps=9), resume=True)
 
 
-def test_checkpoints_of_an_earlier_version_are_refused_in_words(recipe: Recipe) -> None:
-    Path(recipe.output_dir, "checkpoints", "step-4").mkdir(parents=True)
-    with pytest.raises(RopeExtendError, match=r"cannot resume from .*step-4: an earlier version .*output"):
-        finetune(recipe, resume=True)
-
-
 def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
     directory = Path(recipe.output_dir)
     directory.mkdir()
@@ -244,23 +219,12 @@ def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = str(refused.value)
     assert said.startswith(f"cannot write the checkpoint {other.output_dir}/checkpoints/checkpoint-{step}:")
-    assert ("File too large" if step == 1 else "torch could not write a file whole, with") in said
-    assert "enforce fail" not in said
-    assert "Earlier checkpoints are intact" in said
+    assert "Earlier checkpoints are intact; make room on the disk" in said
     names = sorted(path.name for path in Path(other.output_dir, "checkpoints").iterdir())
     assert names == [f"checkpoint-{number}" for number in range(1, step)]
     at_step(0, lambda: None)
     finetune(other, resume=True)
     assert_same(weights(other.output_dir), whole)
-
-
-def test_a_disk_without_space_is_called_full(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(RopeExtendError, match=r"the disk is full: .*No space left on device.*make room"):
-        finetune(replace(recipe, steps=1))
 
 
 def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe, finished: Path) -> None:

@@ -32,8 +32,8 @@ from rope_extend.training import step_plan as planning
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState, read_state
-from rope_extend.training.step_plan import TrainingPlan, plan, plan_training, resumed_options
+from rope_extend.training.resume import read_state
+from rope_extend.training.step_plan import TrainingPlan, plan, plan_training
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
 CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
@@ -46,8 +46,9 @@ def recipe(model: Any, **changes: Any) -> Recipe:
     })  # fmt: skip
 
 
-def planned(run: Recipe, **options: Any) -> TrainingPlan:
-    plan = plan_training(run, **{"load_options": CPU, **options})
+def planned(run: Recipe, memory_options: MemoryOptions | None = None, **options: Any) -> TrainingPlan:
+    chosen = asdict(memory_options) if memory_options else {}
+    plan = plan_training(replace(run, **chosen), **{"load_options": CPU, **options})
     assert plan is not None
     return plan
 
@@ -388,7 +389,7 @@ def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_memory_options(
+def test_a_resumed_run_keeps_its_tiles(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(options_module, "TILE", 16)
@@ -400,16 +401,7 @@ def test_a_resumed_run_keeps_its_memory_options(
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True, 16))
     finetune(tiny, resume=True)  # without a limit
     last = Path(tiny.output_dir) / "checkpoints" / "checkpoint-2"
-    assert read_state(last).memory_options == asdict(MemoryOptions(True, 16))
-
-
-def test_the_recipe_may_change_some_options_of_a_resumed_run(tiny: Recipe) -> None:
-    state = RunState(1, 0, 0.0, "", 1, tiny.to_dict(), memory_options=asdict(MemoryOptions(True, 16, True)))
-    assert resumed_options(tiny, state) == MemoryOptions(True, 16, True)
-    assert resumed_options(replace(tiny, gradient_checkpointing=False), state) == MemoryOptions(False, 16)
-    assert resumed_options(replace(tiny, offload_checkpoints=False), state) == MemoryOptions(True, 16)
-    off = replace(state, memory_options=asdict(MemoryOptions()))
-    assert resumed_options(replace(tiny, offload_checkpoints=True), off) == MemoryOptions(True, 0, True)
+    assert read_state(last).memory_options == asdict(MemoryOptions(False, 16))
 
 
 def test_a_run_is_refused_before_its_weights_and_data_are_read(tiny: Recipe, tmp_path: Path) -> None:
@@ -460,12 +452,6 @@ def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))
     with pytest.raises(RopeExtendError, match="cannot estimate the memory of a step"):
         plan(tiny)
-
-
-def test_four_bits_need_a_model_by_name(tiny: Recipe) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny.model)
-    with pytest.raises(RopeExtendError, match="this model is loaded already"):
-        finetune(replace(tiny, quantize="4bit"), model=model)
 
 
 @pytest.mark.slow
