@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -131,6 +131,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.steps = _StepCallback(self)
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(_Progress(self))
         self.run = run
         self.progress = state or RunState()
         self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
@@ -441,3 +443,24 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before.clear()
+
+
+class _Progress(ProgressCallback):  # type: ignore[misc]
+    """The bar of `Trainer`, with loss and speed in place of a line for each log."""
+
+    def __init__(self, trainer: RopeTrainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Begin the bar at the present step."""
+        super().on_train_begin(args, state, control, **options)
+        if self.training_bar is not None:
+            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Show loss and speed."""
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix_str(
+                f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
+            )
