@@ -42,6 +42,12 @@ def items(value: Any) -> list[Any]:
     return result
 
 
+def method_items(text: str) -> list[str]:
+    """As `items`, of methods: the path of a saved encoding may have spaces."""
+    pieces = [piece.strip() for piece in re.split(r",(?![^(]*\))", text)]
+    return [each for piece in pieces for each in ([piece] if _is_saved(piece) else items(piece))]
+
+
 def _is_saved(name: str) -> bool:
     try:
         return encoding_file(name) is not None

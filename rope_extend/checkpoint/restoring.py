@@ -79,6 +79,12 @@ def load(
         RopeExtendError: the record is missing or damaged; files are missing, damaged, pickled, outside the
             directory or not those that were saved; or the base model is missing or a different one.
     """
+    safe = from_pretrained_options.pop("use_safetensors", True)
+    if not safe or "output_loading_info" in from_pretrained_options:
+        raise RopeExtendError(
+            "load reads safetensors only, since pickles can run code, and returns the model alone; leave "
+            "use_safetensors and output_loading_info out"
+        )
     name = expand_home(directory)
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):

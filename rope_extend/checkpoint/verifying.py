@@ -215,6 +215,9 @@ def _compare(
     """Compare logits, or the error message of another process, with those of the patched original."""
     if isinstance(answer, str):
         return Verification(DIFFERS, f"it cannot be loaded ({answer.splitlines()[0]})")
+    for name in inputs:
+        if (found := tuple(answer[name].shape)) != (wanted := tuple(expected[name].shape)):
+            return Verification(DIFFERS, f"its logits have shape {found}, not {wanted}")
     positions = torch.cat([where for _, where in inputs.values()])
     gaps = torch.cat(
         [(answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1) for name in inputs]
@@ -222,7 +225,10 @@ def _compare(
     allowed = torch.full_like(gaps, tolerance)
     # Where a change of a position may select another table, any difference would pass.
     if bool((gaps > tolerance).any()) and not record.encoding.why_not_one_table(record.shape):
-        allowed = allowed.maximum(2 * _rounding(model, inputs, expected))
+        rounding = _rounding(model, inputs, expected).nan_to_num(
+            0.0, posinf=0.0
+        )  # logits that are not finite
+        allowed = allowed.maximum(2 * rounding)
     worst = int((gaps / allowed).argmax())
     error = ""
     if gaps[worst] > allowed[worst]:

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.config import Config, add_flags, items
+from rope_extend.config import Config, add_flags, method_items
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.method_names import check_method_name
@@ -61,7 +61,7 @@ one_method = checked(check_method_name)
 @argument
 def methods(text: str) -> list[str]:
     """Names of methods, separated by commas or spaces; `as-is` is the encoding that the model has."""
-    found = [name for name in items(text) if name]
+    found = [name for name in method_items(text) if name]
     for name in found:
         if name != "as-is":
             check_method_name(name)

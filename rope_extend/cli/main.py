@@ -242,7 +242,10 @@ def _check_flags(parser: Parser, words: Sequence[str]) -> None:
             names = [
                 name for name, known in others.items() if any(each.startswith(near[0]) for each in known)
             ]
-            here = f"Did you mean {near[0]!r}?" if near[0] in flags else f"These have it: {', '.join(names)}"
+            here = (
+                f"Did you mean {near[0]!r}?" if near[0] in flags
+                else f"{near[0]!r} is an option of {', '.join(names)}"
+            )  # fmt: skip
             parser.error(f"no option is named {flag!r}. {here}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 _FORMAT = "3"
 """Part of every key; changes with the format of the files, and with what is done to the tokens."""
+
+
+_IRRELEVANT = ("chat_template", "is_local", "local_files_only", "model_max_length", "name_or_path")
+"""Settings in `tokenizer_config.json` that do not change how text is split. Some tell how it was loaded."""
 
 
 def cached(key: str, encode: Callable[[], list[Ids]]) -> list[Ids]:
@@ -72,13 +77,27 @@ def cache_key(texts: Sequence[str], tokenizer_content: str) -> str:
 
 def tokenizer_content(tokenizer: Any) -> str:
     """Digest of what decides how a tokenizer splits text; equal in every process that loads the same one."""
+    digest = hashlib.sha256(type(tokenizer).__name__.encode())
     if getattr(tokenizer, "is_fast", False):
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         # Settings of the last call, which the next call overrides.
         state.pop("truncation", None)
         state.pop("padding", None)
-        content = json.dumps(state, sort_keys=True) + str(getattr(tokenizer, "split_special_tokens", False))
+        digest.update(json.dumps(state, sort_keys=True).encode())
+        digest.update(str(getattr(tokenizer, "split_special_tokens", False)).encode())
     else:
-        parts = tokenizer.get_vocab(), tokenizer.added_tokens_decoder, tokenizer.special_tokens_map
-        content = repr([sorted(part.items()) for part in parts])
-    return hashlib.sha256(f"{type(tokenizer).__name__} {content}".encode()).hexdigest()
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            for file in sorted(Path(directory).rglob("*")):
+                if file.is_file() and file.suffix != ".jinja":  # a chat template
+                    digest.update(file.name.encode() + _relevant(file))
+    return digest.hexdigest()
+
+
+def _relevant(file: Path) -> bytes:
+    """The contents of a tokenizer's file, without settings that do not change how text is split."""
+    if file.name != "tokenizer_config.json":
+        return file.read_bytes()
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
+    return json.dumps(kept, sort_keys=True).encode()

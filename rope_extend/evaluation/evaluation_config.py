@@ -25,6 +25,7 @@ from rope_extend.config import (
     items,
     list_of,
     method_item,
+    method_items,
     or_auto,
 )
 from rope_extend.errors import RopeExtendError
@@ -52,7 +53,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _methods(value: Any) -> tuple[str, ...]:
-    return _names(items(value) if isinstance(value, str) else value)
+    return _names(method_items(value) if isinstance(value, str) else value)
 
 
 def _tasks(value: Any) -> tuple[str, ...]:

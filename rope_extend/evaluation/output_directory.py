@@ -48,6 +48,11 @@ def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool 
                 f"{str(path)!r} is a link, and links are not followed; remove it, or use another directory"
             )
     existing = [directory / name for name in names if os.path.lexists(directory / name)]
+    if wrong := [path for path in existing if path.is_dir() and not path.is_symlink()]:
+        raise RopeExtendError(
+            f"{str(wrong[0])!r} is a directory, but a report needs a file of that name; move it, or use "
+            "another directory"
+        )
     if existing and not overwrite:
         raise RopeExtendError(
             f"{str(directory)!r} already holds {', '.join(path.name for path in existing)}; use another "

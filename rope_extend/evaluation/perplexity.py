@@ -268,7 +268,8 @@ def _document(value: Any, number: int, tokenizer: Any | None) -> Document:
         value = once(tokenizer(value, verbose=False)["input_ids"], value, tokenizer)
     try:
         ids = torch.as_tensor(value)
-        if ids.numel() and (ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool):
+        wrong = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
+        if ids.numel() and (ids.ndim != 1 or wrong):
             raise TypeError(f"got {ids.dtype} of shape {tuple(ids.shape)}")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise RopeExtendError(

@@ -220,21 +220,24 @@ def test_the_file_must_have_the_weights_of_the_checkpoint(
 ) -> None:
     """A file of before a merge would be exported without what was merged, and nobody would notice.
 
-    It has Llama's rows of queries and keys in another order.
+    The file is made of the model in either dtype, with Llama's rows of queries and keys in another order.
     """
     model = tiny_model(FamilyCase(model_type, {"intermediate_size": 64}))  # Q8_0 has blocks of 32
     quantized = gguf.GGMLQuantizationType[kind]
-    source = converted(model.to(dtype), tmp_path / "tiny.gguf", quantized=quantized)
+    source = converted(model, tmp_path / "of-float32.gguf", quantized=quantized)
+    model = model.to(dtype)
+    rounded = converted(model, tmp_path / "of-dtype.gguf", quantized=quantized)
     with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
         whole = save(model, tmp_path / "whole")
-        assert export(whole, tmp_path / "same", "llama.cpp", gguf=source, verify=False).is_dir()
+        for number, each in enumerate((source, rounded)):
+            assert export(whole, tmp_path / f"{number}", "llama.cpp", gguf=each, verify=False).is_dir()
         for name in ("self_attn.k_proj", "mlp.down_proj"):
             weight = model.get_submodule(f"model.layers.1.{name}").weight
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight += 0.02 * weight.std() * torch.randn_like(weight)
             merged = save(model, tmp_path / name)
-            with pytest.raises(RopeExtendError, match=rf"% of the bytes of model.layers.1.{name}.weight"):
+            with pytest.raises(RopeExtendError, match=rf"% of the values of model.layers.1.{name}.weight"):
                 export(merged, tmp_path / "out", "llama.cpp", gguf=source, verify=False)
             assert not (tmp_path / "out").exists()
             with torch.no_grad():

@@ -117,7 +117,7 @@ def test_noise_of_bitsandbytes_is_hidden_and_its_errors_are_not(
         ("evaluate {model} --lenghts 16 --output {out}/x", "Did you mean '--lengths'"),
         (
             "evaluate {model} --task x --output {out}/x",
-            "no option is named '--task'. These have it: retrieve, ",
+            "no option is named '--task'. '--tasks' is an option of retrieve, ",
         ),
         ("compare {out}", "compare needs two runs, and got 1"),
         ("finetune --model {model} --data {data} --output {out}/x", "target_length"),

@@ -172,11 +172,13 @@ def _write(reader: Any, path: Path, architecture: str, content: Schedule) -> Non
     writer.close()
 
 
-_MOST_UNLIKE = 0.05
-"""Share of a matrix's bytes that may differ, because a converter may round twice; a merged adapter changes
-most."""
-_COMPARED = ("F32", "F16", "BF16", "Q8_0")
-"""Formats that every converter rounds to alike."""
+_MOST_UNLIKE = 0.01
+"""Share of the values of a matrix that may differ by more than rounding; a merged adapter changes most."""
+_EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "Q8_0": 0.0}
+"""Formats that are compared, with the relative step of one value. Q8_0 stores blocks of 32 values, as
+multiples of a 127th of the largest one, which is itself a float16."""
+_SMALLEST = 2.0**-24
+"""The absolute step of float16 near zero."""
 
 
 def check_same_weights(path: Path, checkpoint: Path) -> None:
@@ -208,7 +210,7 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
                 # Converters leave out rows that no token has, as of Gemma 3.
                 cut = rows < shape[0] and tensor.name in ("token_embd.weight", "output.weight")
                 same, share = shape[1] == columns and (shape[0] == rows or cut), 1.0
-                if same and (kind := tensor.tensor_type.name) not in _COMPARED:
+                if same and (kind := tensor.tensor_type.name) not in _EPSILON:
                     left_out.add(kind)
                     continue
                 if same:
@@ -217,8 +219,8 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
                     share = _unlike(tensor, own, heads if isinstance(heads, int) else 0)
                 if share > _MOST_UNLIKE:
                     raise RopeExtendError(
-                        f"{path} has other weights than the checkpoint: {share:.0%} of the bytes of {name} "
-                        "differ. The export would have those of the GGUF file, without "
+                        f"{path} has other weights than the checkpoint: {share:.0%} of the values of {name} "
+                        "differ by more than rounding. The export would have those of the GGUF file, without "
                         "what was trained or merged since; convert this checkpoint with llama.cpp's "
                         "convert_hf_to_gguf.py, and give that file"
                     )
@@ -227,13 +229,21 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
 
 
 def _unlike(tensor: Any, weights: torch.Tensor, heads: int) -> float:
-    """The share of bytes that differ from those of the checkpoint's weights in the file's format.
+    """The share of values that differ by more than rounding.
 
-    A converter may permute the rows of `heads` heads, to store the two channels of a pair side by side.
+    Each may differ by half a step of either format, and a hundredth more for the arithmetic. A converter may
+    permute the rows of `heads` heads, to store the two channels of a pair side by side.
     """
+    stored, kind = import_module("gguf").dequantize(tensor.data, tensor.tensor_type), tensor.tensor_type.name
     orders = [torch.arange(len(weights))]
     if heads and len(weights) % (2 * heads) == 0:
         orders.append(orders[0].view(heads, 2, -1).transpose(1, 2).flatten())
-    quantize, stored = import_module("gguf").quantize, tensor.data.view(np.uint8)
-    rounded = (quantize(weights[order].float().numpy(), tensor.tensor_type) for order in orders)
-    return min(float((each.view(np.uint8) != stored).mean()) for each in rounded)
+    shares = []
+    for own in (weights[order].float().numpy() for order in orders):
+        size = np.maximum(np.abs(own), np.abs(stored))
+        steps = (torch.finfo(weights.dtype).eps + _EPSILON[kind]) / 2 * size + _SMALLEST
+        if kind == "Q8_0":
+            largest = np.abs(stored).reshape(len(stored), -1, 32).max(axis=2)
+            steps += np.repeat(largest * (0.5 / 127 + 2.0**-11), 32, axis=1)
+        shares.append(float((np.abs(own - stored) > 1.01 * steps).mean()))
+    return min(shares)
