@@ -8,11 +8,14 @@ import gzip
 import io
 import json
 import lzma
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 
 from rope_extend.data.sources import read_texts
@@ -60,13 +63,11 @@ READ: dict[str, tuple[bytes | Callable[[Path], Any], list[str]]] = {
 CHAT = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}]
 REFUSED: dict[str, tuple[bytes, str]] = {
     "cp1252.txt": (TEXT.encode("cp1252"), r"is no text in UTF-8.*iconv -f WINDOWS-1252 -t UTF-8 cp1252\.txt"),
-    "cp1252.jsonl": (
-        json.dumps(ROWS[0], ensure_ascii=False).encode("cp1252"),
-        "cannot read .*codec can't decode byte",
-    ),
+    "cp1252.jsonl": (json.dumps(ROWS[0], ensure_ascii=False).encode("cp1252"), r"B\\xe4r sagt.*iconv -f"),
     "unmarked.txt": (("abc " * 9).encode("utf-16-le"), "zero bytes.*iconv -f"),
-    "a.zip": (b"PK\3\4\xff", "unpack archives"),
     "model.gguf": (b"GGUF\3\0\0\0" + bytes(range(256)) * 9, "is no text in UTF-8.*other formats"),
+    "a.zip": (b"PK\3\4", "is an archive; unpack it"),
+    "a.jsonl.zst": (b"\x28\xb5\x2f\xfd", "is an archive; unpack it"),
     "cut.txt.gz": (gzip.compress(TEXT.encode() * 99)[:-20], "cannot read .*cut.txt.gz.*ended before"),
     "hurt.txt.gz": (gzip.compress(TEXT.encode())[:12] + b"hurt" * 9, "cannot read .*hurt.txt.gz"),
     "no.txt.xz": (b"not compressed", "cannot read .*no.txt.xz"),
@@ -74,15 +75,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         json.dumps(CHAT[0]).encode(),
         r"'messages'.*tokenizer\.apply_chat_template\(row\['messages",
     ),
-    "number.jsonl": (b'{"text": 3}', "the column 'text' holds no text"),
+    "number.jsonl": (b'{"text": "x"}\n{"text": 3}', "the column 'text' holds no text"),
     "late.jsonl": (b'{"text": "x"}\n' * 7 + b'{"text": 3}', "row 7 of .* holds no text in 'text': 3"),
+    "list.json": (b"[1, 2]", "holds 1, where a row with columns should be"),
     "other.csv": (b"id,body\n1,abc\n", r"'text' does not exist .*\['id', 'body'\].*as text_column"),
     "no.parquet": (b"no parquet", "cannot read .*asked for 'parquet'"),
     # Few of its bytes are not UTF-8, and each would be a lost apostrophe.
     "quotes.txt": (("It’s text. " + "And more. " * 99).encode("cp1252"), r"It\\x92s tex.*WINDOWS-1252"),
-    "broken.jsonl": (b'{"text": "abc"}\n\n{"text": "ab', "cannot read .*broken.jsonl"),
-    "half.jsonl": (rb'{"text": "ab\ud83d"}', "cannot read .*surrogate"),
-    "open.csv": (b'id,text\n1,"abc\n2,def\n', "cannot read .*EOF inside string"),
+    "broken.jsonl": (b'{"text": "abc"}\n\n{"text": "ab', "row 3: Unterminated string"),
+    "deep.jsonl": (b'{"text":' * 100_000, "row 1: maximum recursion depth"),
+    "half.jsonl": (rb'{"text": "ab\ud83d"}', r"row 0 .*'\\ud83d' in 'text', half of a surrogate pair"),
+    "open.csv": (b'id,text\n1,"abc\n2,def\n', "row 1: unexpected end of data"),
 }
 
 
@@ -134,3 +137,20 @@ def test_a_hub_dataset_is_asked_for_by_id_config_and_split(
     assert texts == [(f"owner/books:long#{row}", text) for row, text in enumerate(["abc", "", *"defgh"])]
     expected = {"path": "owner/books", "name": "long", "split": "test"}
     assert asked == expected | ({"streaming": True} if streaming else {})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_misspelt_path_does_not_wait_for_the_network(
+    monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """Without one, `datasets` would ask the hub again and again for half a minute."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it asks again"))
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    with pytest.raises(RopeExtendError, match=r"no file 'book/chapters' .*the hub cannot be asked"):
+        list(read_texts("book/chapters", "text", "train", streaming=streaming))
