@@ -27,7 +27,6 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 _FORMAT = "3"
 """Part of every key; changes with the format of the files, and with what is done to the tokens."""
 
-
 _IRRELEVANT = ("chat_template", "is_local", "local_files_only", "model_max_length", "name_or_path")
 """Settings in `tokenizer_config.json` that do not change how text is split. Some tell how it was loaded."""
 
