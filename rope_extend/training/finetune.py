@@ -41,7 +41,7 @@ from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.launch import check_launch
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.metrics import check_trackers
+from rope_extend.training.metrics import check_trackers, tracker
 from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
@@ -274,15 +274,16 @@ def _trainer(
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=accelerator.device.type == "cuda",
-        report_to=list(recipe.trackers),
         run_name=directory.resolve().name,
         ddp_find_unused_parameters=False,
         accelerator_config={"use_configured_state": True},
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
+    written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
         model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
         train_dataset=blocks, eval_dataset=run.data.held_out, data_collator=default_data_collator,
+        callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.loading import one_error
 
 
 def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -103,15 +105,47 @@ def _not_a_link(path: str, flags: int) -> int:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker that `Trainer` does not know, or whose package is not installed.
+    """Refuse a tracker whose package is not installed.
 
     Raises:
-        RopeExtendError: says what to install, and lists those that are available.
+        RopeExtendError: says what to install; for an unknown name, lists the known ones.
     """
-    available = integration_utils.get_available_reporting_integrations()
     for name in names:
-        if name not in available:
+        if name not in integration_utils.INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+            raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
+        if name not in integration_utils.get_available_reporting_integrations():
+            package = name.replace("_", "-")
             raise RopeExtendError(
-                f"recipe: the tracker {name!r} is unknown, or its package is missing (pip install "
-                f"{name.replace('_', '-')}); available here: {', '.join(sorted(available)) or 'none'}"
+                f"recipe: the package of the tracker {name} is missing; pip install {package}"
             )
+
+
+def tracker(name: str, directory: Path, step: int | None) -> TrainerCallback:
+    """The callback of `Trainer` for a tracker.
+
+    TensorBoard writes to `tensorboard/` in the directory, and drops its entries after `step`. The others put
+    the run where their environment variables say, such as `WANDB_PROJECT`.
+
+    Args:
+        name: name of the tracker, as `check_trackers` accepts it.
+        directory: directory of the run.
+        step: number of finished steps; None in a process that does not write.
+    """
+    problem, advice = "a tracker does not start", "Set it up, or leave it out of the recipe"
+    with one_error(problem, advice):
+        if name == "tensorboard" and step is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(directory / name), purge_step=step + 1)
+            callback = integration_utils.TensorBoardCallback(writer)
+        else:
+            callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
+    begin = callback.on_train_begin
+
+    def on_train_begin(*args: Any, **options: Any) -> None:
+        with one_error(problem, advice):
+            begin(*args, **options)
+
+    callback.on_train_begin = on_train_begin
+    return callback

@@ -280,7 +280,7 @@ class Recipe(Config):
     trackers: Annotated[
         tuple[str, ...],
         _TRACKERS,
-        "trackers of Trainer that also receive the metrics, such as [tensorboard, wandb, mlflow]",
+        "trackers of accelerate that also receive the metrics, such as [tensorboard, wandb, mlflow]",
     ] = ()
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"

@@ -37,7 +37,7 @@ CHECKPOINTS = "checkpoints"
 """The directory of the checkpoints of a run, in that of the run."""
 PARTIAL = ".partial-"
 """The names of directories of unfinished checkpoints begin like this."""
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS)
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({

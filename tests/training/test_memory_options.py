@@ -69,6 +69,8 @@ GAIN = 8
 """Factor by which two layers may amplify an error on its way to the first."""
 FLOAT64 = GAIN * rounding(torch.float64, TERMS)
 FLOAT32 = GAIN * rounding(torch.float32, TERMS)
+BFLOAT16 = rounding(torch.bfloat16, 4)
+"""Products are added in float32 and rounded once, a few times on the way."""
 CANCELLED = 4
 """Roundings of the largest gradient that may remain in one that is zero, as that of a query with only one key
 (blt): it is the difference of two equal terms as large as the gradients that reach it."""

@@ -17,7 +17,7 @@ from transformers.integrations import integration_utils
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.metrics import Metrics, read_metrics
+from rope_extend.training.metrics import Metrics, check_trackers, read_metrics
 from rope_extend.training.step_plan import plan
 
 
@@ -66,7 +66,7 @@ def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: typ
         assert curve or line["peak_memory_bytes"] > 2**20
         values.pop("epoch", None)
         assert {"step": step, **values} == line | curve
-    assert list(Path(recipe.output_dir).rglob("events.*"))
+    assert list(Path(recipe.output_dir, "tensorboard").rglob("events.*"))
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("comet_ml", "comet-ml")])
@@ -74,13 +74,28 @@ def test_a_missing_tracker_is_named(
     name: str, package: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
-    message = rf"tracker '{name}' is unknown, or its package is missing \(pip install {package}\)"
+    message = rf"tracker {name} is missing; pip install {package}"
+    with pytest.raises(RopeExtendError, match=message):
+        check_trackers([name])
+    with pytest.raises(RopeExtendError, match=r"no tracker is named 'wandbb'; use one of .*mlflow.*wandb"):
+        check_trackers(["wandbb"])
     for run in (plan, finetune):
         with pytest.raises(RopeExtendError, match=message):
             run(replace(recipe, trackers=(name,)))
     assert not Path(recipe.output_dir).exists()
     # Planned for another machine, which may have it.
     assert plan(replace(recipe, trackers=(name,)), limit_memory=10**9, elsewhere=True)
+
+
+def test_a_tracker_that_does_not_start_is_one_clear_error(
+    recipe: Recipe, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no such server")
+
+    monkeypatch.setattr(recorder, "on_train_begin", fail)
+    with pytest.raises(RopeExtendError, match=r"a tracker does not start: no such server.*leave it out"):
+        finetune(replace(recipe, trackers=("recorder",)))
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
