@@ -30,7 +30,7 @@ from rope_extend.config import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompts, depths_from
-from rope_extend.evaluation.protocols import CONTROL_BLOCKS, protocol_named
+from rope_extend.evaluation.protocols import CONTROL_BLOCKS, WindowSettings, protocol_named
 from rope_extend.evaluation.tasks import TASKS
 from rope_extend.method_names import check_method_name
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
@@ -198,8 +198,8 @@ class ModelConfig(Config):
         raise NotImplementedError
 
     @property
-    def window_settings(self) -> dict[str, Any]:
-        """The settings of the protocol; None for those that were not given."""
+    def window_settings(self) -> WindowSettings:
+        """The settings of the protocol that were given."""
         return {}
 
     def computed_defaults(self) -> Mapping[str, Any]:
@@ -287,10 +287,11 @@ class EvaluationConfig(ModelConfig):
         return Prompts(("passkey",), lengths, *depths_from(DEPTHS), int(trials), optional_length=optional)
 
     @property
-    def window_settings(self) -> dict[str, Any]:
-        """The settings of the protocol; None for those that were not given."""
+    def window_settings(self) -> WindowSettings:
+        """The settings of the protocol that were given."""
         blocks = self.control_blocks if "blocks" in protocol_named(self.protocol).settings else None
-        return {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
+        values = {"window": self.window, "blocks": blocks, "stride": self.stride, "last": self.last}
+        return WindowSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[typeddict-item]
 
 
 @dataclass(frozen=True)

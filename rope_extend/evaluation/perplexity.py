@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 import torch
@@ -22,7 +22,14 @@ from rope_extend.data.documents import Document, fingerprint, once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, evaluation_mode, peak_memory_bytes
-from rope_extend.evaluation.protocols import Protocol, Settings, Window, protocol_named, window_lengths
+from rope_extend.evaluation.protocols import (
+    Protocol,
+    Settings,
+    Window,
+    WindowSettings,
+    protocol_named,
+    window_lengths,
+)
 from rope_extend.evaluation.results import Losses, PerplexityResult, block_starts, control_edges
 from rope_extend.evaluation.statistics import Counts, Floats
 from rope_extend.loss import causal_lm
@@ -44,13 +51,10 @@ def perplexity(
     *,
     tokenizer: Any | None = None,
     protocol: str = "prefix",
-    window: int | str | None = None,
-    blocks: int | None = None,
-    stride: int | str | None = None,
-    last: int | str | None = None,
     save_losses: bool = False,
     progress: bool = True,
     options: RunOptions | None = None,
+    **settings: Unpack[WindowSettings],
 ) -> PerplexityResult:
     """Measure perplexity at each of `lengths`, with sums in float64.
 
@@ -71,13 +75,12 @@ def perplexity(
         lengths: numbers of tokens, at least 2 each, such as 4096 or `"32k"`; one of them, or several.
         tokenizer: the model's tokenizer, if documents are strings.
         protocol: name of the protocol, see above.
-        window: for `cropped`: tokens of context.
-        blocks: for `cropped`: how many blocks of targets it scores beyond that window.
-        stride: for protocols that have one: tokens between the starts of windows.
-        last: for `last-k`: number of targets.
         save_losses: keep the loss of every token in `result.losses`.
         progress: show a progress bar, on terminals only.
         options: how the measurement runs.
+        settings: `window=`, for `cropped`: tokens of context, and `blocks=`: how many blocks of targets it
+            scores beyond that window. `stride=`, for protocols that have one: tokens between the starts of
+            windows. `last=`, for `last-k`: number of targets.
 
     Raises:
         RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
@@ -91,8 +94,7 @@ def perplexity(
     options = options or RunOptions()
     sizes = window_lengths(lengths)
     rule = protocol_named(protocol)
-    given = {"window": window, "blocks": blocks, "stride": stride, "last": last}
-    tokens = rule.check_settings(given, sizes)
+    tokens = rule.check_settings(settings, sizes)
     candidates = _documents(documents, tokenizer)
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
@@ -106,9 +108,9 @@ def perplexity(
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
 
-    context = tokens.get("window")
-    edges = control_edges(sizes, tokens.get("blocks", options.control_blocks), context) if rule.nested else []
-    tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), context) for group in groups]
+    window, blocks = tokens.get("window"), tokens.get("blocks", options.control_blocks)
+    edges = control_edges(sizes, blocks, window) if rule.nested else []
+    tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), window) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
     # The config of a decoder may have the default of its family, and another one the token of this model.
     configs = (lm.config.get_text_config(decoder=True), lm.config, getattr(lm, "generation_config", None))
@@ -141,7 +143,7 @@ def perplexity(
         block_nll=np.stack(longest.block_nll),
         block_terms=np.stack(longest.block_terms),
         protocol=protocol,
-        window=context,
+        window=window,
         blocks=tokens.get("blocks"),
         edges=edges,
         documents=len(texts),

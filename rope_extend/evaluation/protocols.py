@@ -11,7 +11,8 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypedDict
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import parse_length, parse_lengths
@@ -20,6 +21,15 @@ WEAK_CONTROL = "cropped-half"
 """The control of earlier versions."""
 CONTROL_BLOCKS = 16
 """Blocks of targets that a control scores beyond its window: all targets, up to twice the window."""
+
+
+class WindowSettings(TypedDict, total=False):
+    """Settings of a protocol, numbers of tokens such as 4096 or `"4k"`, or of blocks; few have any."""
+
+    window: int | str | None
+    blocks: int | None
+    stride: int | str | None
+    last: int | str | None
 
 
 def window_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex]) -> list[int]:
@@ -92,8 +102,11 @@ class Protocol:
     bos: bool = False
     extra_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+
     def check_settings(
-        self, settings: Mapping[str, int | str | None], lengths: Sequence[int]
+        self, settings: WindowSettings | Mapping[str, int | str | None], lengths: Sequence[int]
     ) -> dict[str, int]:
         """All settings of the protocol in tokens: those of `settings`, and the defaults of the others.
 

@@ -29,6 +29,7 @@ from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.report_parts import table_parts
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.models.processes import is_main_process, process_count, processes
@@ -205,7 +206,7 @@ def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> P
     crop, config = cell.row.crop, measurement.config
     protocol, settings = config.protocol, config.window_settings
     if crop is not None:
-        protocol, settings = "cropped", {"window": crop, "blocks": config.control_blocks}
+        protocol, settings = "cropped", WindowSettings(window=crop, blocks=config.control_blocks)
     chunk = config.chunk or (measurement.plan.longest.chunk_size if measurement.plan else None)
     with split_window(model) if _together(measurement, cell) else nullcontext():
         return perplexity(
