@@ -44,6 +44,8 @@ _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_PARTS = re.compile(r"(.*?\n---\n\n# [^\n]*\n)(.*?)(\n## Loading\n.*)(\n## Limits\n.*)", re.DOTALL)
+"""A card's front matter and title, what the model is and how it was measured, the code, and the limits."""
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
     "short_share",
@@ -140,6 +142,18 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
         write_card(directory, **options)
     except Exception as error:  # the model is worth more than its card
         logger.warning("no model card: %r", error)
+
+
+def carry_card(source: Path, directory: Path, name: str) -> None:
+    """Write the card of an export: the facts of its source's card, with a title and code of its own.
+
+    A card that somebody else wrote or edited is left as it was copied, and a source without a card has none.
+    """
+    if is_our_card(source / CARD_NAME):
+        ours = _PARTS.fullmatch(model_card(directory, name=name))
+        text, _, _ = (source / CARD_NAME).read_text(encoding="utf-8").rpartition("\n<!--")
+        if ours and (theirs := _PARTS.fullmatch(text)):
+            write_text(directory / CARD_NAME, marked(ours[1] + theirs[2] + ours[3] + theirs[4]))
 
 
 def _front_matter(record: Record, adapter: bool) -> Markup:

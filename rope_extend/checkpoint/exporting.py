@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.card import carry_card
 from rope_extend.checkpoint.export.gguf import annotate, check_same_weights
 from rope_extend.checkpoint.export.support import Support, support
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -29,12 +29,12 @@ from rope_extend.checkpoint.merging import merge
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.record import Record, write_record, write_record_with_digests
 from rope_extend.checkpoint.restoring import checked_record
-from rope_extend.checkpoint.staging import is_our_card, refuse_base_model, staged
+from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
-from rope_extend.models.checkpoint_directory import CARD_NAME, CONFIG, RECORD_NAME, is_adapter
+from rope_extend.models.checkpoint_directory import CONFIG, RECORD_NAME, is_adapter
 from rope_extend.models.config_facts import CONFIG_RECORD, ORIGINAL_WINDOW
 from rope_extend.models.families import family_for
 from rope_extend.models.loading import empty_model, one_error
@@ -108,8 +108,7 @@ def export(
         if adapter:
             source = merge(source, Path(work) / "merged", base_model=base_model)
         _export_config(source, staging, record, form)
-        if is_our_card(source / CARD_NAME):  # the code on it is for the source
-            add_card(staging, name=target.resolve().name)
+        carry_card(source, staging, target.resolve().name)
         if verify:
             verification = verify_checkpoint(staging, reference=source)
             if verification.verdict != "equal":

@@ -79,10 +79,14 @@ def test_our_commands_parse_and_run(run: Path) -> None:
 
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
 def test_an_export_has_a_card_of_its_own_or_that_which_somebody_wrote(run: Path) -> None:
+    """It keeps what its source's card says of the training and of what was measured."""
     rx.merge(run, "merged")
+    write_card("merged", data="books", results="| 128 | 7.77 |")
     rx.export("merged", "out", "vllm", verify=False)
     text = Path("out", CARD_NAME).read_text()
     assert "\n# out\n" in text
+    assert {"| data | `books` |", "| 128 | 7.77 |"} <= set(text.splitlines())
+    assert "been measured" not in text
     assert not re.search(r"\bmerged\b", text)
     Path("merged", CARD_NAME).write_text("mine")
     rx.export("merged", "out2", verify=False)

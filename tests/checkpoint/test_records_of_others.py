@@ -92,7 +92,7 @@ def test_any_value_in_results_gives_an_error_or_a_report(
     except RopeExtendError:
         return
     assert "\n# Run this first" not in markdown_report(rows)
-    assert [len(line) for line in csv.reader(csv_table(rows).splitlines(keepends=True))].count(8) >= 2
+    assert [len(line) for line in csv.reader(csv_table(rows).splitlines(keepends=True))].count(7) >= 2
 
 
 @given(st.text() | st.text(alphabet="|`\\\n\r\u2028<>[]!*# ~-_a"))

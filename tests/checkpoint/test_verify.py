@@ -187,6 +187,24 @@ def test_a_window_of_a_million_tokens_takes_a_few_hundred(tmp_path: Path) -> Non
     assert rx.verify(tmp_path / "long", reference=original).verdict == "differs"
 
 
+@pytest.mark.usefixtures("here")
+def test_logits_that_are_not_finite_or_of_another_vocabulary_differ(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = 3e38
+        model.model.norm.weight.fill_(1e3)
+    rx.extend(model, TARGET, "yarn")
+    rx.save(model, tmp_path / "infinite")
+    assert rx.verify(tmp_path / "infinite").verdict == "differs"
+    larger = llama()
+    larger.resize_token_embeddings(larger.config.vocab_size + 8)
+    rx.extend(larger, TARGET, "yarn")
+    rx.save(larger, tmp_path / "larger")
+    found = rx.verify(tmp_path / "larger", reference=saved(tmp_path / "full", factor=8.0))
+    assert found.verdict == "differs"
+    assert "its logits have shape" in found.reason
+
+
 def test_a_reference_without_a_patch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rx.RopeExtendError, match="the reference carries no patch"):
         rx.verify(saved(tmp_path / "full", factor=8.0), reference=llama())

@@ -119,6 +119,7 @@ def test_a_slow_tokenizer_is_known_by_how_it_splits_text(
         saved.save_pretrained(tmp_path / "chat")
         assert content(tmp_path / "chat") == expected
     assert content(tmp_path / "first", unk_token="<other>") != expected
+    assert content(tmp_path / "first", split_special_tokens=True) != expected
     saved.add_tokens("word")
     saved.save_pretrained(tmp_path / "word")
     assert content(tmp_path / "word") != expected

@@ -34,7 +34,7 @@ LIGHT = [
     ("info ./no/such/model", 2, "no such directory: './no/such/model'"),
     ("merge ./no/such/adapter --output o", 2, "no such directory: './no/such/adapter'"),
     ("info model --trained-length banana", 2, "not a length in tokens: 'banana'"),
-    ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
+    ("advise model --target-length 4k --gpu h1000", 2, "no GPU is known as 'h1000'. Give the name"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
     ("recipes llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
     ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),

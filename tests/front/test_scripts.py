@@ -74,7 +74,7 @@ MISTAKES = {
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
-    "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "is a file; a report needs"),
+    "an output": (f"{EVALUATE} MODEL DATA --lengths 64 --output DATA/a.txt", "is a file; choose another"),
     "an output in use": (
         f"{EVALUATE} MODEL DATA --lengths 64 --output USED",
         "already holds table.csv; use another directory, or --overwrite",

@@ -335,4 +335,4 @@ def test_info_says_which_start_suits(
     main(["info", str(tmp_path)])
     printed = capsys.readouterr().out
     assert f"present window  {window} tokens" in printed
-    assert f"start           {start}: " in printed
+    assert f"to extend       start={start}, because " in printed
