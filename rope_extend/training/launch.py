@@ -15,6 +15,7 @@ _STARTED = {
     "WORLD_SIZE": "torchrun",
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
     "PMI_SIZE": "mpiexec (MPICH, Intel MPI)",
+    "MV2_COMM_WORLD_SIZE": "mpirun (MVAPICH2)",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 """The variables with the number of processes, by what starts them."""
@@ -47,6 +48,15 @@ def check_launch(processes: int, environment: Mapping[str, str] = os.environ) ->
                 f"{launcher} started {started} processes ({variable}={started}), but only {found} found each "
                 f"other: each would do the whole run, all in one directory. {_REMEDY}"
             )
+    # accelerate launch sets both of these, the address only if asked for several processes or machines. In
+    # the processes that it starts, it also sets WORLD_SIZE and RANK.
+    asked = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment
+    if processes == 1 and asked and "WORLD_SIZE" not in environment:
+        raise RopeExtendError(
+            "accelerate launch was asked for several processes, but started only this one. It does so on a "
+            "CPU, and if there are fewer visible GPUs than processes. Use torchrun --nproc-per-node N (on a "
+            "CPU with ACCELERATE_USE_CPU=true), or --num_processes 1"
+        )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int = 1) -> int:

@@ -99,7 +99,8 @@ def step_of(checkpoint: Path) -> int:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, by its manifest; None if they are intact.
 
-    Reads every file once.
+    Reads every file once. A file that is there and cannot be read, as on a network file system for a while,
+    is no damage, but an error: the run would go on from an earlier checkpoint, and replace this one.
     """
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
@@ -110,8 +111,13 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
             if sha256(path) != expected["sha256"]:
                 return f"{name} has changed since it was written (another SHA-256)"
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
+    except OSError as error:
+        raise RopeExtendError(
+            f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
+            "an earlier one, move it away"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_NAME} is not a manifest"
     return None

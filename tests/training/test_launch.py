@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import ParallelismConfig
 from commands import ON_A_CPU, Commands
 from runs import assert_same, settings, weights
 from several_processes import launch as launch_forked
@@ -40,9 +42,11 @@ TORCHRUN = {
         (TORCHRUN, 1, r"torchrun started 4 processes .*only 1 found.*ACCELERATE_USE_CPU"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, r"Open MPI.* started 2 processes .*only 1 found.*torchrun"),
         ({"PMI_SIZE": "3"}, 1, r"mpiexec .*PMI_SIZE=3"),
+        ({"MV2_COMM_WORLD_SIZE": "3"}, 1, "MVAPICH2"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, 1, r"srun started 8 processes"),
         # one torchrun in each of two tasks, which do not know each other's machine
         (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, 4, r"srun started 2 processes .*only 1 found"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, 1, "accelerate launch was asked"),
         ({}, 1, None),
         ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, 1, None),
         (TORCHRUN, 4, None),
@@ -53,6 +57,7 @@ TORCHRUN = {
         ({"SLURM_STEP_NUM_TASKS": "1"}, 1, None),
         # one torchrun on each of two machines, eight processes in all
         (TORCHRUN | {"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, 8, None),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, 1, None),
         ({"OMPI_COMM_WORLD_SIZE": "two"}, 1, None),
     ],
 )
@@ -63,17 +68,36 @@ def test_a_launch_is_refused_only_if_its_processes_do_not_find_each_other(
         check_launch(processes, environment)
 
 
+LAUNCHES = {
+    "torchrun on a CPU": (
+        "-m torch.distributed.run --standalone --nproc-per-node 2",
+        {},
+        "torchrun started 2",
+    ),
+    "accelerate launch on a CPU": (
+        "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1",
+        {},
+        "accelerate launch was asked for several processes",
+    ),
+    "mpirun": ("", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "started 2 processes"),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_real_launch_without_connections_writes_nothing(
-    work: Path, tmp_path: Path, commands: Commands
+    work: Path, tmp_path: Path, launch: str, commands: Commands
 ) -> None:
-    """Without a visible GPU, each process of torchrun would train by itself."""
+    """Real processes under real launchers; without a visible GPU, each would train by itself."""
+    launcher, variables, message = LAUNCHES[launch]
     recipe = Recipe(**settings(work), output_dir=str(tmp_path / "run"))
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m rope_extend finetune"
-    commands.start(*launcher.split(), str(tmp_path / "recipe.yaml"), environment=ON_A_CPU)
+    words = ["finetune", str(tmp_path / "recipe.yaml")]
+    if launcher:
+        words = [*shlex.split(launcher), "-m", "rope_extend", *words]
+    commands.start(*words, environment={**ON_A_CPU, **variables})
     assert commands.wait() != 0
-    assert "torchrun started 2" in commands.printed()
+    assert message in commands.printed()
     assert not (tmp_path / "run").exists()
 
 
@@ -132,6 +156,19 @@ COMES_TO = {
     "fsdp2": "FSDP Sharding(weights=True, parts=1, loaded_once=False, ranks=2)",
     "context_parallel": "FSDP Sharding(weights=True, parts=2, loaded_once=False, ranks=2)",
 }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_and_every_line_is_explained(path: Path) -> None:
+    config = load_config_from_file(str(path))  # refuses unknown keys
+    sizes = {
+        key.removeprefix("parallelism_config_"): value for key, value in config.parallelism_config.items()
+    }
+    handlers = {key for key in sizes if key.startswith(("cp_comm", "sp_seq", "sp_attn"))}
+    parallelism = ParallelismConfig(**{key: sizes[key] for key in sizes.keys() - handlers})
+    assert config.num_processes % parallelism.total_size == 0
+    lines = path.read_text().splitlines()
+    assert all("#" in line for line in lines if line.strip() and not line.endswith("_config:"))
 
 
 def test_the_page_on_training_gives_complete_launches(monkeypatch: pytest.MonkeyPatch) -> None:
