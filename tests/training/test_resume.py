@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
+from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.training.resume import RunState, check_continues, enter_directory, starting_point
 
@@ -133,6 +135,27 @@ def test_a_finished_run_reports_the_perplexity_of_its_own_step(recipe: Recipe, w
     assert metrics(path) == lines
     assert {str(length): value for length, value in result.perplexity.items()} == lines[-1]["perplexity"]
     assert lines[-1]["perplexity"] != lines[0]["perplexity"]
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
+    recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    before = files_below(recipe.output_dir)
+    newest = Path(recipe.output_dir, "checkpoints", "checkpoint-8")
+    sha256 = resume_module.sha256
+
+    def stale(path: Path) -> str:
+        if path.parent == newest:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(resume_module, "sha256", stale)
+    with pytest.raises(
+        RopeExtendError, match=r"cannot read the checkpoint .*checkpoint-8.*may be intact: try again"
+    ):
+        finetune(replace(recipe, steps=9), resume=True)
+    assert files_below(recipe.output_dir) == before
 
 
 def cut_short(file: Path) -> None:
