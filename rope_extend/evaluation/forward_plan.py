@@ -155,18 +155,23 @@ def plan_forward(
         estimator = ForwardEstimator(
             lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
         )
-        operations, rates = operations_of(lm), measured_rates(lm, budget.device)
-        windows = []
-        for tokens in sizes:
-            seconds = operations.linear * tokens / rates.linear
-            seconds += operations.attention(tokens) / rates.attention
-            seconds /= load_options.split_window
-            windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds))
-        fits = budget.fits(windows[-1])
-        longest_fit = None if fits else estimator.longest_fit(sizes[-1], chunk or SMALLEST_CHUNK)
-        return ForwardPlan(tuple(windows), budget, longest_fit)
+        return _plan(estimator, sizes, chunk, load_options.split_window)
 
     return try_estimate(estimate, lm, "a forward")
+
+
+def _plan(
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, processes: int
+) -> ForwardPlan:
+    operations = operations_of(estimator.model)
+    rates = measured_rates(estimator.model, estimator.budget.device)
+    windows = []
+    for tokens in lengths:
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
+        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds / processes))
+    fits = estimator.budget.fits(windows[-1])
+    longest_fit = None if fits else estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
+    return ForwardPlan(tuple(windows), estimator.budget, longest_fit)
 
 
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
