@@ -153,8 +153,9 @@ def _finetune(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
     )
     lengths = evaluation_lengths(recipe, shape)
+    before = None if checkpoint is None else read_state(checkpoint)
     memory_options, chunk_size = _choose_memory_options(
-        recipe, lengths, load_options, accelerator, sharding, checkpoint, reach
+        recipe, lengths, load_options, accelerator, sharding, before, reach
     )
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
@@ -168,8 +169,7 @@ def _finetune(
     state = RunState(
         data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
     )
-    if checkpoint is not None:
-        before = read_state(checkpoint)
+    if before is not None:
         check_continues(before, state)
         state = replace(before, recipe=state.recipe)
     state = replace(state, memory_options=asdict(memory_options))
@@ -293,15 +293,15 @@ def _choose_memory_options(
     load_options: LoadOptions,
     accelerator: Accelerator,
     sharding: Sharding,
-    checkpoint: Path | None,
+    before: RunState | None,
     reach: TextReach,
 ) -> tuple[MemoryOptions, int | None]:
     """The memory options that the steps of a run need, and the chunk size of its evaluations, if known.
 
     A resumed run keeps its tiles, because others round differently; the other options change no bit.
     """
-    if checkpoint is not None:
-        recipe = replace(recipe, mlp_tiles=read_state(checkpoint).memory_options["mlp_tiles"])
+    if before is not None:
+        recipe = replace(recipe, mlp_tiles=before.memory_options["mlp_tiles"])
     estimate = None
     if recipe.split_window > 1 or sharding.parts == 1:  # the share under ring attention is not estimated
         estimate = plan_training(
