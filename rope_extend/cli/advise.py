@@ -51,7 +51,7 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def _no_kernels_of_4_bits() -> Iterator[None]:
     """Keep peft from importing bitsandbytes, which takes seconds and is of no use without weights."""
-    absent = "peft" not in sys.modules
+    absent = not {"peft", "bitsandbytes"} & sys.modules.keys()  # what is loaded costs no more
     if absent:
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     try:
