@@ -225,9 +225,8 @@ def _compare(
     allowed = torch.full_like(gaps, tolerance)
     # Where a change of a position may select another table, any difference would pass.
     if bool((gaps > tolerance).any()) and not record.encoding.why_not_one_table(record.shape):
-        rounding = _rounding(model, inputs, expected).nan_to_num(
-            0.0, posinf=0.0
-        )  # logits that are not finite
+        # Logits that are not finite have no rounding, and allow no more than the tolerance.
+        rounding = _rounding(model, inputs, expected).nan_to_num(0.0, posinf=0.0)
         allowed = allowed.maximum(2 * rounding)
     worst = int((gaps / allowed).argmax())
     error = ""

@@ -160,20 +160,6 @@ def plan_forward(
     return try_estimate(estimate, lm, "a forward")
 
 
-def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, processes: int
-) -> ForwardPlan:
-    operations = operations_of(estimator.model)
-    rates = measured_rates(estimator.model, estimator.budget.device)
-    windows = []
-    for tokens in lengths:
-        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
-        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds / processes))
-    fits = estimator.budget.fits(windows[-1])
-    longest_fit = None if fits else estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
-    return ForwardPlan(tuple(windows), estimator.budget, longest_fit)
-
-
 def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     """Equal for encodings that need the same memory."""
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
@@ -202,6 +188,21 @@ def _changed(
 def planned_split(model: nn.Module, processes: int) -> AbstractContextManager[Any]:
     """A context in which a model without weights is that of one of the processes that share each window."""
     return SplitWindow(causal_lm(model), Processes(None, processes)) if processes > 1 else nullcontext()
+
+
+def _plan(
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, processes: int
+) -> ForwardPlan:
+    operations = operations_of(estimator.model)
+    rates = measured_rates(estimator.model, estimator.budget.device)
+    windows = []
+    for tokens in lengths:
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
+        windows.append(replace(estimator.estimate(tokens, chunk), seconds=seconds / processes))
+    longest_fit = None
+    if not estimator.budget.fits(windows[-1]):
+        longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
+    return ForwardPlan(tuple(windows), estimator.budget, longest_fit)
 
 
 class ForwardEstimator:

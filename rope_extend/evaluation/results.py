@@ -38,8 +38,8 @@ def block_starts(lengths: Collection[int]) -> Counts:
 def control_edges(lengths: Collection[int], blocks: int, window: int | None = None) -> list[int]:
     """Ends of the targets of controls that are not among `block_starts`, ascending.
 
-    They are kept apart, so that a result can be compared with a control on its targets alone. Each of the
-    lengths, and `window`, may be that of a control with so many `blocks` beyond it.
+    They are kept apart, so that a result can be compared with a control on its targets alone. The window of
+    a control can be any of the lengths, or `window`; the control scores `blocks` blocks of targets beyond it.
     """
     longest = max(lengths)
     windows = {*lengths, window or longest}

@@ -129,7 +129,7 @@ def newest_intact(directory: Path) -> Path | None:
     Logs which newer ones are damaged.
 
     Raises:
-        RopeExtendError: all are damaged.
+        RopeExtendError: all are damaged, or one is there and cannot be read.
     """
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints(directory)):
