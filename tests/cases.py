@@ -37,9 +37,24 @@ __all__ = [
 ]  # fmt: skip
 
 
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
 def tiny_config(case: FamilyCase) -> Any:
-    """A configuration of the family with two layers and a window of TRAINED tokens."""
-    return AutoConfig.for_model(case.model_type, **{**COMMON, **case.config})
+    """A configuration of the family with two layers and a window of TRAINED tokens.
+
+    Each token goes through all experts. A choice of some is not continuous: where two experts tie but for
+    rounding, another order of summation takes the other one.
+    """
+    config = AutoConfig.for_model(case.model_type, **{**COMMON, **case.config})
+    experts = next((getattr(config, name) for name in EXPERTS if hasattr(config, name)), 0)
+    if case.model_type in ("doge", "jetmoe", "zaya"):  # product keys; also the heads; one alone
+        return config
+    for name in EXPERTS_PER_TOKEN:
+        if hasattr(config, name):
+            setattr(config, name, experts + getattr(config, "zero_expert_num", 0))
+    return config
 
 
 def tiny_model(case: FamilyCase) -> PreTrainedModel:
