@@ -84,8 +84,8 @@ def export_target(text: str) -> str:
 def quick_imports() -> Iterator[None]:
     """Import torch and transformers for a command that reads only a config, in two thirds of the time.
 
-    transformers would import scipy, for its losses of object detection. And Python would look for garbage again
-    and again, although modules stay.
+    transformers would import scipy, for its losses of object detection. And Python would look for garbage
+    again and again, although modules stay.
     """
     if "torch" in sys.modules:  # what is loaded costs no more
         yield
