@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Sampler
 from transformers.masking_utils import create_masks_for_generate
 
-from rope_extend.attention.foreign_splits import ring_mesh, ulysses
+from rope_extend.attention.foreign_splits import SINKS, check_shareable, ring_mesh, ulysses
 from rope_extend.attention.functions import (
     HANDLER,
     HEADS,
@@ -35,23 +35,17 @@ from rope_extend.attention.functions import (
     attention_modules,
     handing_over,
     model_config,
-    out_of_reach,
 )
 from rope_extend.attention.registry import Inputs, never_compiled
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError, refuse_if
 from rope_extend.loss import causal_lm, decoder_name
-from rope_extend.models.config_facts import layer_config
-from rope_extend.models.decoders import CACHE, decoder_layers
-from rope_extend.models.families import family_for
-from rope_extend.models.rotary import ExtendedRotaryEmbedding
+from rope_extend.models.decoders import CACHE
 from rope_extend.models.undo import Removable
 
 _WHOLE = "_rope_extend_whole"
 """The attribute of inputs of a layer by which it finds its window when it is computed again."""
 _SPLIT = "_rope_extend_split_window"
 """The attribute of a decoder with its `SplitWindow`; also of keys and caches with a share of the heads."""
-_SINKS = "sinks"
-"""The parameter of attention modules with one number for each head, as in gpt-oss."""
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
 """Inputs of a decoder with an entry for each token, besides positions."""
 _KNOWN = (*_INPUTS, "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -220,8 +214,8 @@ def _of_some_heads(
     view = object.__new__(type(module))
     view.__dict__ = {**vars(module), "_parameters": dict(module._parameters)}
     view.__dict__["num_key_value_groups"] = query.shape[1] // key.shape[1]
-    if getattr(module, _SINKS, None) is not None:
-        view._parameters[_SINKS] = more["s_aux"] = getattr(module, _SINKS)[heads]
+    if getattr(module, SINKS, None) is not None:
+        view._parameters[SINKS] = more["s_aux"] = getattr(module, SINKS)[heads]
     return inner(view, query, key, *args, **more)
 
 
@@ -262,38 +256,9 @@ def check_split(model: nn.Module, processes: int) -> None:
         RopeExtendError: says why, and what to do instead.
     """
     lm = causal_lm(model)
-    decoder, model_type = lm._modules[decoder_name(lm)], lm.config.model_type
     refuse_if(current_split(model) is not None, "split_window: the model is split already; remove() it first")
     refuse_if(processes < 2, "split_window: there is one process only; start several with torchrun")
-    heads = layer_config(lm.config).num_attention_heads
-    refuse_if(
-        heads % processes != 0,
-        f"split_window: {heads} heads cannot be shared by {processes} processes; use a number of processes "
-        f"that divides {heads}",
-    )
-    family, modules = family_for(model_type), attention_modules(decoder)
-    reason = out_of_reach(family, modules) or None
-    found = decoder_layers(lm)
-    layers = [] if found is None else list(found.layers)
-    attending = set(modules)
-    if reason is None and not (layers and all(attending & set(layer.modules()) for layer in layers)):
-        reason = "it has layers that mix tokens without attention"
-    if any(isinstance(module, nn.Conv1d) for layer in layers for module in layer.modules()):
-        reason = reason or "it has convolutions over the tokens"
-    if any({name for name, _ in module.named_parameters(recurse=False)} - {_SINKS} for module in modules):
-        reason = reason or "its attention has parameters besides its projections"
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"split_window: {model_type} cannot be shared by several processes: {reason}"
-        )
-    for module in family.rotary_modules(lm.base_model).values():
-        kinds = str(getattr(module, "rope_type", ""))
-        if not isinstance(module, ExtendedRotaryEmbedding) and ("dynamic" in kinds or "longrope" in kinds):
-            raise UnsupportedModelError(
-                f"split_window: the rotary module of transformers for {kinds} follows the longest text that "
-                "a process sees, which is a part here; call rope_extend.extend(model, ...) or load the model "
-                "with rope_extend.load"
-            )
+    check_shareable(lm, lm._modules[decoder_name(lm)], processes)
 
 
 def current_split(model: nn.Module) -> SplitWindow | None:

@@ -20,6 +20,7 @@ from rope_extend.cli.arguments import (
     export_target,
     in_flags,
     length,
+    quick_imports,
 )
 from rope_extend.files import check_new, write_text
 from rope_extend.memory.gpus import find_gpu
@@ -72,8 +73,9 @@ def advise(arguments: argparse.Namespace) -> None:
         check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
     with _no_kernels_of_4_bits():
-        from rope_extend.advice.answer import advise as run
-        from rope_extend.advice.describing import describe
+        with quick_imports():
+            from rope_extend.advice.answer import advise as run
+            from rope_extend.advice.describing import describe
 
         advice = run(
             arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,

@@ -19,6 +19,7 @@ from rope_extend.cli.arguments import (
     length,
     one_method,
     path,
+    quick_imports,
 )
 from rope_extend.cli.arguments import methods as method_list
 from rope_extend.data.sources import read_file
@@ -94,9 +95,9 @@ def info(arguments: argparse.Namespace) -> None:
     Only the config is read; no weights are loaded. `advise` says how to reach another window.
     """
     check_checkpoint(arguments.model)  # before torch is imported
-
-    from rope_extend.checkpoint.info import info as inspect_model
-    from rope_extend.encodings import critical_range
+    with quick_imports():
+        from rope_extend.checkpoint.info import info as inspect_model
+        from rope_extend.encodings import critical_range
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)
     shape = model.shape

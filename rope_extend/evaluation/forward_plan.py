@@ -33,8 +33,9 @@ from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, dry_run, quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, MemoryEstimate, counter_of, longest, table
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.processes import process_count
+from rope_extend.models.processes import is_main_process, process_count
 from rope_extend.patching import patch_model
+from rope_extend.progress import progress_bar
 from rope_extend.units import format_length
 
 SMALLEST_CHUNK = 256
@@ -120,6 +121,7 @@ def plan_forward(
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
+    progress: bool = False,
 ) -> ForwardPlan | None:
     """Estimate the memory and time of windows of these lengths.
 
@@ -130,6 +132,7 @@ def plan_forward(
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
+        progress: count dry runs on the main process; long windows that do not fit take minutes of them.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -152,10 +155,13 @@ def plan_forward(
 
     def estimate() -> ForwardPlan:
         budget = Budget.of(load_options, max(load_options.split_window, process_count()))
-        estimator = ForwardEstimator(
-            lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()]
-        )
-        return _plan(estimator, sizes, chunk, load_options.split_window)
+        shown = progress and is_main_process()
+        with progress_bar(shown=shown, unit=" dry runs", desc="estimating memory", leave=False) as bar:
+            estimator = ForwardEstimator(
+                lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()],
+                done=bar.update,
+            )  # fmt: skip
+            return _plan(estimator, sizes, chunk, load_options.split_window)
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -216,6 +222,7 @@ class ForwardEstimator:
         batch_tokens: tokens in a batch of short windows; 1 for no batches.
         setups: contexts that change the model, such as patches. The one that needs most memory counts,
             including the weights that it adds.
+        done: called after each dry run.
     """
 
     def __init__(
@@ -227,9 +234,10 @@ class ForwardEstimator:
         trained: int = 0,
         batch_tokens: int = 1,
         setups: Sequence[Setup] = (nullcontext,),
+        done: Callable[[], object] = lambda: None,
     ) -> None:
         self.model, self.budget, self.weights, self.trained = model, budget, weights, trained
-        self.batch_tokens, self.setups = batch_tokens, setups
+        self.batch_tokens, self.setups, self._done = batch_tokens, setups, done
         with self.setups[0]():
             self.chunked = ChunkedForward(model, budget.device)  # for its default chunk sizes
         self.model_bytes = counter_of(model).live
@@ -282,6 +290,7 @@ class ForwardEstimator:
                 piece = size if chunks else tokens
                 scored = min(tokens - 1, piece, 2 * computer.chunk_bytes // (4 * computer.vocabulary) + 1)
                 computer.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
+        self._done()
         losses = 8 * ids.numel()  # of all tokens: one by one, and joined
         return counter.peak - self.model_bytes + losses, strategy or IN_ONE_PASS
 

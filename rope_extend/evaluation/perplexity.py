@@ -64,8 +64,9 @@ def perplexity(
     `prefix` measures the first N tokens of a document, for each length N, in one forward; an encoding whose
     tables depend on the length gets one forward for each group of lengths with equal tables. `cropped` is its
     control: targets of the same documents, of which each is predicted from `window` tokens, or at most a
-    sixteenth fewer. `PerplexityResult.against` compares both. `cropped-half` was the control of earlier
-    versions. The others are those of published programs: `sliding`, `sliding-window-mean`, `last-k`,
+    sixteenth fewer. Beyond the window it scores some targets, so its `ppl` there is an estimate of all:
+    `PerplexityResult.levels` leaves it out, and `against` compares both. `cropped-half` was the control of
+    earlier versions. The others are those of published programs: `sliding`, `sliding-window-mean`, `last-k`,
     `disjoint` and `disjoint-second-half`, on the page docs/measuring.md.
 
     Args:

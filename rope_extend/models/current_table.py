@@ -172,20 +172,18 @@ def current_encoding(model: nn.Module) -> Encoding | None:
 def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
     """The encoding that a config records, and what to do, if the model has other tables; otherwise None.
 
-    Stock transformers loads a checkpoint so if it cannot represent the encoding. Only encodings that are one
-    table, or the two of `longrope`, are looked at.
+    Stock transformers loads a checkpoint so if it cannot represent the encoding, and makes a model from the
+    config of a patched one so. Only tables are looked at, within the pretrained window and at the target.
     """
     encoding, shape, window = config_record(unwrap(model).config) or (None, None, 0)
     if not isinstance(encoding, RopeEncoding) or shape is None:
         return None
-    if encoding.why_not_one_table(shape) and not isinstance(encoding, LongRoPE):
-        return None
     if has_tables_of(model, encoding, shape, (shape.trained_length, window)):
         return None
     return encoding, (
-        f"its config names {encoding}, but its rotary tables are others, as after stock from_pretrained, "
-        "which cannot represent that encoding; load it with rope_extend.load, or if it was not written by "
-        "rope_extend.save, apply that encoding with patch_model"
+        f"its config names {encoding}, but its rotary tables are others, as after stock from_pretrained "
+        "or from_config, which cannot represent that encoding; load it with rope_extend.load, or if it was "
+        "not written by rope_extend.save, apply that encoding with patch_model"
     )
 
 

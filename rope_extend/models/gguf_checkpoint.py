@@ -126,18 +126,22 @@ def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
         raise RopeExtendError(
             f"{path.name} lacks {len(missing)} weights of the model, such as {min(missing)}. {ADVICE}"
         )
-    metadata, family = gguf_metadata(path), model.config.model_type
-    values = sum(weight.numel() for weight in model.parameters())
-    if metadata.weights != values:
-        raise RopeExtendError(
-            f"{path.name} holds {metadata.weights:,} weights, and transformers' {family} model for it has "
-            f"{values:,}, so some, such as biases, would be lost. {ADVICE}"
-        )
-    rotated = metadata.of_architecture("rope.dimension_count")
+    check_sizes(path, model)
+    rotated, family = gguf_metadata(path).of_architecture("rope.dimension_count"), model.config.model_type
     if rotated and (found := shape_of(model, 1).dim) != rotated:
         raise RopeExtendError(
             f"{path.name} rotates {rotated} channels of each head, and transformers' {family} model for it "
             f"rotates {found}. {ADVICE}"
+        )
+
+
+def check_sizes(path: Path, model: Any) -> None:
+    """Refuse a model of other sizes than the file's tensors, on the meta device too."""
+    held, values = gguf_metadata(path).weights, sum(weight.numel() for weight in model.parameters())
+    if held != values:
+        raise RopeExtendError(
+            f"{path.name} holds {held:,} weights, and transformers' {model.config.model_type} model for it "
+            f"has {values:,}: some, such as biases, would be lost, or its sizes are wrong. {ADVICE}"
         )
 
 

@@ -27,7 +27,7 @@ from rope_extend.errors import RopeExtendError, followed_by
 from rope_extend.files import expand_home
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, CONFIG
 from rope_extend.models.families import family_for
-from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
+from rope_extend.models.gguf_checkpoint import check_sizes, gguf_config, gguf_file, gguf_model
 from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
 from rope_extend.models.stock_config import has_stock_config
@@ -146,6 +146,8 @@ def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
     how = "" if attention is None else f" with attention {attention}"
     with one_error(f"the config of {name!r} describes no model that can be built{how}"), torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, **arguments)
+    if (path := gguf_file(name)) is not None:
+        check_sizes(path, model)
     return model
 
 

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.models.decoders import decoder_layers
 
 TILE, GPU_TILE = 1024, 4096
@@ -69,11 +69,20 @@ class MemoryOptions:
         gradient_checkpointing: recompute each layer in the backward pass.
         mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
+
+    Raises:
+        RopeExtendError: checkpoints are offloaded and no layer is recomputed, so there are none.
     """
 
     gradient_checkpointing: bool = False
     mlp_tiles: int = 0
     offload_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_if(
+            self.offload_checkpoints and not self.gradient_checkpointing,
+            "offload_checkpoints=True has nothing to offload without gradient_checkpointing=True; give both",
+        )
 
     @property
     def parts(self) -> list[str]:

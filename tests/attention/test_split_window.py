@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -324,6 +325,21 @@ def test_ulysses_of_deepspeed_is_refused_where_it_does_not_reach(monkeypatch: py
         with pytest.raises(PatchError, match=r"DeepSpeed's sequence parallelism \(sp_size\).*split_window"):
             model(IDS)
     assert len(owned) == 4
+
+
+@pytest.mark.parametrize(
+    ("processes", "instead"),
+    [
+        (2, "use rope_extend.split_window"),
+        (3, r"4 heads cannot be shared by 3 processes.*\. Use one process, or"),
+    ],
+)
+def test_a_refusal_of_ring_attention_says_what_works(
+    processes: int, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_splits, "ring_mesh", lambda: SimpleNamespace(size=lambda: processes))
+    with pytest.raises(PatchError, match=rf"dynamic_yarn.*{instead}.* a method with one table"):
+        llama("dynamic_yarn")(IDS)
 
 
 def test_what_cannot_be_shared_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,10 +187,14 @@ def test_a_reader_that_stops_is_no_error(line: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_needs_no_kernels_of_4_bits(work: Path) -> None:
-    """peft would import them, which takes seconds."""
-    arguments = ["advise", str(work / "model"), "--target-length", "128"]
-    code = f"import sys; from rope_extend.cli.main import main; main({arguments}); print(*sys.modules)"
-    loaded = python(code).splitlines()[-1].split()
-    assert "peft" in loaded
-    assert "bitsandbytes" not in loaded
+@pytest.mark.parametrize(("line", "uses_peft"), [("info", False), ("advise --target-length 128", True)])
+def test_a_command_that_reads_a_config_imports_quickly(line: str, uses_peft: bool, work: Path) -> None:
+    """peft would import kernels for 4 bits, transformers all of scipy, and Python look for garbage often."""
+    arguments = [*line.split(), str(work / "model")]
+    code = f"import gc, sys; from rope_extend.cli.main import main; main({arguments})"
+    code += "; print(gc.get_stats()[0]['collections'], gc.isenabled(), *sys.modules)"
+    searches, enabled, *loaded = python(code).splitlines()[-1].split()
+    assert ("peft" in loaded) == uses_peft
+    assert not {"bitsandbytes", "scipy", "scipy.optimize"} & {*loaded}
+    assert enabled == "True"
+    assert int(searches) < 400  # it would be twice as often

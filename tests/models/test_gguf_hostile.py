@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.gguf_metadata import gguf_metadata
 from rope_extend.models.loading import empty_model, pretrained
@@ -35,6 +36,24 @@ def test_a_value_that_no_model_has_is_refused_by_name(key: str, value: Any, tmp_
     path = converted(llama(), tmp_path / "tiny.gguf", **{key: value})
     with pytest.raises(RopeExtendError, match=rf"tiny\.gguf: [\w.]*{key.removeprefix('+')} must be "):
         empty_model(str(path))
+
+
+@pytest.mark.parametrize("value", [2, 2**31 - 2])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "vocab_size",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count_kv",
+        "attention.key_length",
+    ],
+)
+def test_sizes_other_than_those_of_the_tensors_are_refused(size: str, value: int, tmp_path: Path) -> None:
+    """Before anything is computed: a table for heads of 2³¹ channels takes a minute, and 8 GB."""
+    path = converted(llama(), tmp_path / "tiny.gguf", **{size: value})
+    with pytest.raises(RopeExtendError, match=r"tiny\.gguf.*Use the original checkpoint"):
+        info(path)
 
 
 @pytest.mark.parametrize("value", [0.0, NAN])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FAMILIES, TARGET, tiny_model
+from batches import tokens
+from cases import FAMILIES, TARGET, llama, tiny_model
 from integrity import logits
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,21 @@ def test_a_config_that_cannot_be_read_is_one_error(tmp_path: Path, content: str)
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(RopeExtendError):
         rx.info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method", ["yarn", "dynamic_ntk", "dynamic_yarn", "logn(yarn)", "short_original(yarn)"]
+)
+def test_a_new_model_with_the_config_of_a_patched_one(method: str) -> None:
+    """Only yarn is the same for stock transformers: its dynamic NTK grows from the window of the config."""
+    model, ids = llama(), tokens(1, TARGET)
+    rx.extend(model, TARGET, method)
+    new = AutoModelForCausalLM.from_config(model.config).eval()
+    new.load_state_dict(model.state_dict())
+    same = torch.allclose(new(ids).logits, model(ids).logits, atol=1e-4)
+    assert same == (method == "yarn")
+    assert rx.info(model).unapplied is None
+    assert rx.info(new).unapplied == (None if same else str(rx.current_patch(model).encoding))
 
 
 @pytest.mark.slow
