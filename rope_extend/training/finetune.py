@@ -252,17 +252,13 @@ def _trainer(
 ) -> RopeTrainer:
     """The trainer of a recipe."""
     recipe, directory = run.recipe, Path(run.recipe.output_dir)
-    first, second = recipe.betas
     arguments = TrainingArguments(
         str(directory / CHECKPOINTS),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation,
         learning_rate=recipe.learning_rate,
-        adam_beta1=first,
-        adam_beta2=second,
-        weight_decay=recipe.weight_decay,
-        max_grad_norm=recipe.max_grad_norm,
+        adam_beta2=0.95,  # with no weight decay, and the norm clipped to 1, which are Trainer's defaults
         optim=recipe.optim,
         seed=recipe.seed,
         logging_steps=recipe.log_every,

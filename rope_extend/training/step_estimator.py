@@ -196,7 +196,7 @@ class _Optimizer:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.parameters = [value for value in model.parameters() if value.requires_grad]
-        self.max_norm, self.moments = recipe.max_grad_norm, list[Tensor]()
+        self.moments = list[Tensor]()
         self.own = None
         if recipe.optim == "adamw_torch":
             self.own = torch.optim.AdamW(self.parameters, foreach=device.type == "cuda")
@@ -214,7 +214,7 @@ class _Optimizer:
 
     def update(self) -> None:
         """Clip the gradients, make a step, and free them."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         if self.own is not None:
             self.own.step()
         for value in self.parameters if self.own is None and not self.moments else ():

@@ -75,7 +75,7 @@ def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype) -> 
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 loss = next_token_loss(adapter, ids)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], run.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
             optimizer.step()
             optimizer.zero_grad()
             del loss
