@@ -47,8 +47,6 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        use_rslora=recipe.rslora,
-        use_dora=recipe.dora,
         target_modules=targets,
         **extra,
     )

@@ -151,12 +151,11 @@ def _shared_inputs(model: Any) -> AbstractContextManager[None]:
 
     peft casts the input of each matrix to float32, and autocast casts it back. So queries, keys and values
     would each save a copy of one input. Without the two casts, the numbers are the same bit for bit, except
-    with dropout between the casts, or DoRA.
+    with dropout between the casts.
     """
     layers = [part for part in model.modules() if isinstance(part, LoraLinear)]
     exact = model.dtype == torch.bfloat16 and not any(
-        part.lora_variant or any(isinstance(each, nn.Dropout) for each in part.lora_dropout.values())
-        for part in layers
+        isinstance(each, nn.Dropout) for part in layers for each in part.lora_dropout.values()
     )
     context: AbstractContextManager[None] = disable_input_dtype_casting(model, active=exact)
     return context

@@ -106,7 +106,7 @@ class Recipe(Config):
             "max_skipped", "seed",
         ),
         "LoRA and what is trained": (
-            "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
+            "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "train_norm_embed",
         ),
         "memory": (
             "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints", "split_window",
@@ -195,14 +195,6 @@ class Recipe(Config):
     ] = OPTIMIZERS[0]
     lora_rank: Annotated[int, POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0
-    rslora: Annotated[
-        bool,
-        FLAG,
-        "scale by alpha / sqrt(rank) instead, so that high ranks train at the same rate (2312.03732)",
-    ] = False
-    dora: Annotated[
-        bool, FLAG, "train the norm of each weight row separately from its direction (2402.09353); slower"
-    ] = False
     lora_dropout: Annotated[float, number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
         str | tuple[str, ...],
@@ -336,9 +328,8 @@ class Recipe(Config):
             "gradient_checkpointing is false; set it to true or auto": (
                 self.offload_checkpoints is True and self.gradient_checkpointing is False
             ),
-            "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout are for LoRA; "
-            "leave them out, or name layers": self.full
-            and bool(self.quantize or self.dora or self.rslora or self.lora_dropout),
+            "lora_targets none trains all weights, but quantize and lora_dropout are for LoRA; leave them "
+            "out, or name layers": self.full and bool(self.quantize or self.lora_dropout),
             "eval_every and eval_lengths need eval_data; name documents to evaluate on": (
                 self.eval_data is None and (self.eval_every > 0 or self.eval_lengths is not None)
             ),
