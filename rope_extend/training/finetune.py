@@ -124,8 +124,8 @@ def finetune(
         limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:
-        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in more
-            consecutive steps than `recipe.max_skipped`; or the launched processes do not find each other.
+        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in
+            `MAX_SKIPPED` consecutive steps and one more; or the launched processes do not find each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
     expand_segments()

@@ -103,7 +103,7 @@ class Recipe(Config):
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim",
-            "max_skipped", "seed",
+            "seed",
         ),
         "LoRA and what is trained": (
             "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "train_norm_embed",
@@ -227,12 +227,6 @@ class Recipe(Config):
     keep_checkpoints: Annotated[
         int, POSITIVE_COUNT, "number of checkpoints to keep; an older one is used if the newest is damaged"
     ] = 2
-    max_skipped: Annotated[
-        int,
-        COUNT,
-        "consecutive steps that may be skipped because the loss or gradient is not finite; one more ends the "
-        "run",
-    ] = 3
     log_every: Annotated[int, POSITIVE_COUNT, "steps between lines of metrics"] = 1
     gradient_checkpointing: Annotated[
         bool | str,

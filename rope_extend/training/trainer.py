@@ -48,6 +48,9 @@ from rope_extend.training.training_data import RunData, source_names
 
 logger = logging.getLogger(__name__)
 
+MAX_SKIPPED = 3
+"""Number of consecutive steps that may be skipped, because their loss or gradient is not finite."""
+
 _Result = TypeVar("_Result")
 
 
@@ -68,7 +71,7 @@ class Run:
     """What a recipe adds to `Trainer`.
 
     Attributes:
-        recipe: its warm-up, and the limit of skipped steps.
+        recipe: its warm-up, and the names of its sources.
         data: its documents to evaluate on, and how often each source is read.
         dtype: dtype of the frozen weights.
         chunk_size: tokens that an evaluation processes at a time; None for all.
@@ -305,13 +308,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if finite:
             self.metrics.loss = self.loss
             return
-        limit = self.run.recipe.max_skipped if self.run else 3
         problem = f"step {state.step}: the loss is {self.loss} and the norm of the gradient is {self.norm}"
         refuse_if(
-            state.skipped_in_a_row > limit,
-            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
-            f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
-            f"checkpoints are in {self.args.output_dir}",
+            state.skipped_in_a_row > MAX_SKIPPED,
+            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped. Use a lower learning_rate, "
+            f"more warmup_steps or dtype float32 in a new run; checkpoints are in {self.args.output_dir}",
         )
         logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
 
