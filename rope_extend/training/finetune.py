@@ -261,7 +261,7 @@ def _trainer(
         adam_beta2=0.95,  # with no weight decay, and the norm clipped to 1, which are Trainer's defaults
         optim=recipe.optim,
         seed=recipe.seed,
-        logging_steps=recipe.log_every,
+        logging_steps=1,
         logging_nan_inf_filter=False,  # RopeTrainer has its own
         save_steps=recipe.save_every or recipe.steps,
         save_total_limit=recipe.keep_checkpoints,

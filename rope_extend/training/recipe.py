@@ -112,9 +112,7 @@ class Recipe(Config):
             "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints", "split_window",
         ),
         "evaluation": ("eval_data", "eval_lengths", "eval_every", "eval_documents", "eval_split"),
-        "checkpoints and logs": (
-            "save_every", "keep_checkpoints", "log_every", "trackers",
-        ),
+        "checkpoints and logs": ("save_every", "keep_checkpoints", "trackers"),
     }  # fmt: skip
 
     model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
@@ -227,7 +225,6 @@ class Recipe(Config):
     keep_checkpoints: Annotated[
         int, POSITIVE_COUNT, "number of checkpoints to keep; an older one is used if the newest is damaged"
     ] = 2
-    log_every: Annotated[int, POSITIVE_COUNT, "steps between lines of metrics"] = 1
     gradient_checkpointing: Annotated[
         bool | str,
         or_auto(FLAG),
