@@ -6,6 +6,7 @@ A recipe becomes the arguments of transformers' `Trainer`. Before that, everythi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -218,7 +219,9 @@ def _finetune(
         if main:
             _log_start(trainer, run, patch, share)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    progress, metrics = trainer.progress, trainer.metrics
+    progress, history = trainer.progress, trainer.state.log_history
+    loss = next((line["loss"] for line in reversed(history) if "loss" in line), math.nan)
+    perplexity = trainer.perplexity_after(progress.step)
     state_dict = _state_dict(trained, accelerator) if sharding.weights else None
     named = trained.named_parameters() if state_dict is None else state_dict.items()
     for name, value in named:
@@ -228,11 +231,12 @@ def _finetune(
     if main:
         kept = tokenizer if recipe.full else None
         save(trained, directory, kept, overwrite=True, record=record, state=state_dict)
-        add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on)
+        before_training = trainer.perplexity_after(0)
+        add_card(directory, perplexity=perplexity, before=before_training, trained_on=data.trained_on)
         logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
     accelerator.wait_for_everyone()
     return FinetuneResult(
-        directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
+        directory, progress.step, progress.tokens, progress.seconds, loss, perplexity, share,
         progress.skipped, trained, patch,
     )  # fmt: skip
 
