@@ -251,7 +251,8 @@ def plan_training(
     empty = load_options.empty(recipe.model)
     weights = weight_bytes(recipe.model, empty, load_options)
     candidates = candidate_options(recipe, empty, device)
-    apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
+    with apply_memory_options(empty, candidates[0]):  # refuses an option that the model does not support
+        pass
     reach = reach or text_reach(empty)
     if device == load_options.torch_device:
         budget = Budget.of(load_options, sharding.ranks)

@@ -279,12 +279,14 @@ def test_memory_options_leave_no_trace(ids: torch.Tensor) -> None:
 
 
 def test_options_that_a_model_does_not_support_are_refused() -> None:
-    with pytest.raises(RopeExtendError, match="does not support gradient checkpointing"):
-        apply_memory_options(tiny_model(family_named("gpt_neox_japanese")), MemoryOptions(True))
-    model = tiny_model(family_named("mixtral"))
-    with pytest.raises(RopeExtendError, match="no MLP of MixtralForCausalLM can run in tiles"):
-        apply_memory_options(model, MemoryOptions(True, 4, True))
-    assert not list(traces(model))  # the others are off too
+    for family, message in (
+        ("gpt_neox_japanese", "does not support gradient checkpointing"),
+        ("mixtral", "no MLP of MixtralForCausalLM can run in tiles"),
+    ):
+        model = tiny_model(family_named(family))
+        with pytest.raises(RopeExtendError, match=message):
+            apply_memory_options(model, MemoryOptions(True, 4, True)).__enter__()
+        assert not list(traces(model))  # the others are off too
 
 
 def test_only_token_wise_mlps_run_in_tiles() -> None:
