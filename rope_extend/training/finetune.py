@@ -156,7 +156,7 @@ def _finetune(
     lengths = evaluation_lengths(recipe, shape)
     before = None if checkpoint is None else read_state(checkpoint)
     memory_options, chunk_size = _choose_memory_options(
-        recipe, lengths, load_options, accelerator, sharding, before, reach
+        recipe, lengths, load_options, sharding, before, reach
     )
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
@@ -291,7 +291,6 @@ def _choose_memory_options(
     recipe: Recipe,
     lengths: Sequence[int],
     load_options: LoadOptions,
-    accelerator: Accelerator,
     sharding: Sharding,
     before: RunState | None,
     reach: TextReach,
@@ -302,28 +301,24 @@ def _choose_memory_options(
     """
     if before is not None:
         recipe = replace(recipe, mlp_tiles=before.memory_options["mlp_tiles"])
-    estimate = None
+    plan, chunk_size = None, None
     if recipe.split_window > 1 or sharding.parts == 1:  # the share under ring attention is not estimated
-        estimate = plan_training(
+        plan = plan_training(
             recipe, load_options=load_options, sharding=sharding, evaluation_lengths=lengths, reach=reach
         )
-    chunk_size = None
-    if estimate is not None:
-        estimate.check()
-        memory_options = estimate.chosen.memory_options
-        logger.info(
-            "memory: about %s of %s on %s; memory options: %s", format_bytes(estimate.total),
-            format_bytes(estimate.budget.available), estimate.budget.device, memory_options,
-        )  # fmt: skip
-        chunk_size = estimate.evaluation.chunk_size if estimate.evaluation else None
-    else:
+    if plan is None:
         empty = empty_model(recipe.model)
         memory_options = default_memory_options(recipe, empty, load_options.torch_device)
-        logger.info("memory options: %s", memory_options)
-    chosen = [(memory_options, chunk_size)]
-    if accelerator.num_processes > 1:  # free memory differs between devices; all use the same options
-        broadcast_object_list(chosen)
-    return chosen[0]
+    else:
+        plan.check()
+        memory_options = plan.chosen.memory_options
+        chunk_size = plan.evaluation.chunk_size if plan.evaluation else None
+        needed, available = format_bytes(plan.total), format_bytes(plan.budget.available)
+        logger.info("memory: about %s of %s on %s", needed, available, plan.budget.device)
+    logger.info("memory options: %s", memory_options)
+    # Free memory differs between devices; all processes use the same options.
+    chosen: tuple[MemoryOptions, int | None] = broadcast_object_list([(memory_options, chunk_size)])[0]
+    return chosen
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
