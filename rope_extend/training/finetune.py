@@ -33,13 +33,13 @@ from rope_extend.evaluation.identity import model_identity
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
+from rope_extend.models.launch import check_launch
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.patching import Patch
 from rope_extend.report.versions import package_version
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.launch import check_launch
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.metrics import check_trackers, tracker
