@@ -58,7 +58,7 @@ from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import default_memory_options, plan_training
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
-from rope_extend.training.training_data import TrainerBlocks, load_data, source_names
+from rope_extend.training.training_data import TrainerBlocks, load_data
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -350,7 +350,8 @@ def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> No
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
-    if names := source_names(recipe):
+    names = ("long blocks", "short blocks") if recipe.mixed_windows else recipe.data
+    if recipe.mixed_windows or recipe.data_weights is not None:
         epochs = run.data.blocks.epochs(recipe.steps * sequences)
         read = ", ".join(f"{times:.2f} of {name}" for name, times in zip(names, epochs, strict=True))
         logger.info("epochs by the last step: %s", read)

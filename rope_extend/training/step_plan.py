@@ -233,8 +233,6 @@ def plan_training(
     """Estimate the memory of a run's steps, and choose the memory options that its recipe leaves open.
 
     Args:
-        recipe: the run.
-        load_options: where and how the model will be loaded.
         sharding: the share of each process. On a CPU, processes also share its memory.
         all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
@@ -270,11 +268,6 @@ def plan_training(
     fresh = load_options.empty(recipe.model)
     estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
-
-
-def quantizable(recipe: Recipe, sharding: Sharding) -> bool:
-    """Whether the weights can be loaded with 4 bits: not all trained, from a GGUF file, or under FSDP2."""
-    return not (recipe.full or sharding.weights) and gguf_file(recipe.model) is None
 
 
 def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
@@ -325,11 +318,8 @@ def _plan_steps(
         chosen = steps[-1]
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
     quantized = None
-    if (
-        (all_options or longest_block is not None)
-        and not chosen.quantized
-        and quantizable(recipe, estimator.sharding)
-    ):
+    quantizable = not (recipe.full or estimator.sharding.weights or gguf_file(recipe.model))
+    if (all_options or longest_block is not None) and not chosen.quantized and quantizable:
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(

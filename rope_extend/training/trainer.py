@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from rope_extend.training.resume import (
     publish_checkpoint,
     read_state,
 )
-from rope_extend.training.training_data import RunData, source_names
+from rope_extend.training.training_data import RunData
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class Run:
     """What a recipe adds to `Trainer`.
 
     Attributes:
-        recipe: its warm-up, and the names of its sources.
-        data: its documents to evaluate on, and how often each source is read.
+        recipe: its warm-up.
+        data: its documents to evaluate on.
         dtype: dtype of the frozen weights.
         chunk_size: tokens that an evaluation processes at a time; None for all.
         base_model: name of the base model, for the record.
@@ -329,7 +329,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 "tokens_per_second": round(self._step_tokens / self._step_seconds, 1),
                 "peak_memory_bytes": peak_memory_bytes(self.args.device),
                 "seconds": round(state.seconds, 3),
-                **self._epochs(),
             }
         else:
             logs = {"skipped": state.skipped, "tokens": state.tokens}
@@ -339,14 +338,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
     def _write(self, **values: Any) -> None:
         if self.is_world_process_zero():
             append(self._metrics_path, json.dumps({"step": self.progress.step, **values}).encode() + b"\n")
-
-    def _epochs(self) -> Mapping[str, float]:
-        """How often each of several sources was read."""
-        if self.run is None:
-            return {}
-        read = self.run.data.blocks.epochs(self.progress.step * self.sequences)
-        named = zip(source_names(self.run.recipe), read, strict=False)  # one source has no name
-        return {f"epochs/{name}": round(count, 3) for name, count in named}
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Perplexity by length on the documents of the recipe, in every process; or as in `Trainer`."""

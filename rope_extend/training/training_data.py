@@ -202,10 +202,3 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
     known = in_common(scored, [document for source in sources for document in source])
     return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
-
-
-def source_names(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the sources that a run mixes, in the order of `Mixture.epochs`; often none."""
-    if recipe.mixed_windows:
-        return ("long blocks", "short blocks")
-    return tuple(recipe.data) if recipe.data_weights is not None else ()
