@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The dtype of the frozen weights on a device."""
-    if recipe.dtype == "auto":
-        return default_dtype(device)
-    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+    return default_dtype(device) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
 
 
 def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:

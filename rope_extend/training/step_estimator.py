@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,14 +56,14 @@ class StepEstimate(MemoryEstimate):
 
 
 class StepEstimator:
-    """Runs steps on a model without weights, and counts bytes of one process. Use it as a context manager.
+    """Runs steps on a model without weights, and counts bytes of one process.
 
-    Attention of the model is replaced within the context, and restored at its end.
+    It replaces attention of the model until `stack` is closed.
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, weights: int, device: torch.device, sharding: Sharding,
-        reach: TextReach,
+        self, stack: ExitStack, recipe: Recipe, model: Any, weights: int, device: torch.device,
+        sharding: Sharding, reach: TextReach,
     ) -> None:  # fmt: skip
         self.recipe, self.base, self.weights, self.device = recipe, model, weights, device
         self.sharding, self.reach, self.dtype = sharding, reach, model.dtype
@@ -73,26 +73,18 @@ class StepEstimator:
         with DirectKernelCalls(), LiveBytes(scored=2):
             masked = recipe.packs and not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)
-        with ExitStack() as stack:
-            stack.enter_context(dry_run(model, device))
-            with quiet_patching():
-                stack.enter_context(extended(model, recipe))
-            # Encodings that act inside attention need a mask, unless the kernel is flash attention.
-            masked |= acts_inside(model) and "flash" not in config._attn_implementation
-            self.masked = recipe.packs and masked
-            loaded = sum(value.nbytes for value in model.parameters())
-            self.model = adapted(model, recipe, reach).train()
-            if recipe.full:  # what is trained is counted as such
-                frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
-                self.weights -= loaded - frozen
-            stack.enter_context(planned_split(model, recipe.split_window))
-            self._context = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context.close()
+        stack.enter_context(dry_run(model, device))
+        with quiet_patching():
+            stack.enter_context(extended(model, recipe))
+        # Encodings that act inside attention need a mask, unless the kernel is flash attention.
+        masked |= acts_inside(model) and "flash" not in config._attn_implementation
+        self.masked = recipe.packs and masked
+        loaded = sum(value.nbytes for value in model.parameters())
+        self.model = adapted(model, recipe, reach).train()
+        if recipe.full:  # what is trained is counted as such
+            frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
+            self.weights -= loaded - frozen
+        stack.enter_context(planned_split(model, recipe.split_window))
 
     def step(self, memory_options: MemoryOptions, tokens: int) -> StepEstimate:
         """The memory of a step after the first, when the optimizer has its moments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -258,7 +258,8 @@ def plan_training(
         budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
     def estimate_steps() -> tuple[TrainingPlan, int]:
-        with StepEstimator(recipe, empty, weights, device, sharding, reach) as estimator:
+        with ExitStack() as stack:
+            estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
             plan = _plan_steps(estimator, candidates, budget, all_options)
             return plan, estimator.gathered(gradients=False) if sharding.weights else 0
 

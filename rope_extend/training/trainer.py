@@ -167,8 +167,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "save_only_model out, or begin a new run",
         )
         if self.run is None:  # otherwise finetune has read the state
-            begins = RunState(processes=self.args.world_size)
-            self.progress = begins if checkpoint is None else read_state(Path(checkpoint))
+            self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
         # Those of an earlier run, which may have had other settings; a link is refused by the first line.
         if not self.progress.step and self.is_world_process_zero() and not self._metrics_path.is_symlink():
             self._metrics_path.unlink(missing_ok=True)

@@ -160,8 +160,6 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     does not depend on the lengths.
 
     Args:
-        recipe: the run.
-        tokenizer: the model's tokenizer.
         lengths: windows to evaluate at, in tokens.
         trained_length: the pretrained window, in tokens.
 
