@@ -234,11 +234,7 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
 
     Norms compute in float32, and their backward pass holds several such states. Sums over tokens are computed
     tile by tile, so outputs and gradients are equal to those without tiles within the rounding of the dtype.
-    Dropout in an MLP draws for each tile, so its draws differ.
-
-    Args:
-        model: a transformers model, with or without adapter layers.
-        tokens: tokens per tile, counted over the batch; at least one of each sequence.
+    Dropout in an MLP draws for each tile, so its draws differ. `tokens` of a tile are counted over the batch.
 
     Raises:
         RopeExtendError: no MLP of the model can run in tiles.

@@ -35,10 +35,7 @@ def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:
-    """Try the recipe on its model without weights.
-
-    Returns:
-        The rotary shape of the model, and which of its parts text reaches.
+    """The rotary shape of a recipe's model, and which of its parts text reaches.
 
     Raises:
         RopeExtendError: the model, the encoding, the data and the sharding do not go together.
@@ -63,11 +60,7 @@ def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextRea
 
 
 def check_sampled(positions: str, target_length: int, model: Any) -> None:
-    """Refuse sampled positions for a model that counts tokens instead, as windows of attention do.
-
-    Raises:
-        RopeExtendError: some layers attend to fewer tokens than `target_length`, or ignore the positions.
-    """
+    """Refuse sampled positions for a model that counts tokens instead, as windows of attention do."""
     config = causal_lm(model).config.get_text_config(decoder=True)
     for kind in sorted(layer_types_except_full_attention(config)):
         size = window_of(config, kind)

@@ -50,11 +50,7 @@ class Sharding:
 
     @classmethod
     def of(cls, accelerator: Accelerator, window: int = 1) -> Self:
-        """The sharding that `accelerate` is configured for.
-
-        Args:
-            accelerator: the connected processes.
-            window: `split_window` of the recipe.
+        """The sharding that `accelerate` is configured for; `window` is `split_window` of the recipe.
 
         Raises:
             RopeExtendError: it is none of the above, or accelerate runs with another configuration.
@@ -95,12 +91,7 @@ class Sharding:
         return self.ranks // self.parts
 
     def check(self, patch: Patch, model: nn.Module, recipe: Recipe) -> None:
-        """Refuse what does not work with this sharding, most of it with parts of a sequence.
-
-        Args:
-            patch: the patch of the model.
-            model: the patched model; it may be on the meta device.
-            recipe: the run.
+        """Refuse what does not work with this sharding; the patched `model` may be on the meta device.
 
         Raises:
             RopeExtendError: gives the reason, and what to do instead.

@@ -41,9 +41,7 @@ from rope_extend.training.text_reach import TextReach
 class StepEstimate(MemoryEstimate):
     """The memory that one step needs: its peak has states of layers, logits of a chunk, and gradients.
 
-    Attributes:
-        memory_options: the options of the step; with offloaded checkpoints, `host` has them.
-        quantized: whether the frozen weights have 4 bits.
+    `host` has offloaded checkpoints.
     """
 
     memory_options: MemoryOptions
