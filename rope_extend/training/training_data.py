@@ -17,11 +17,10 @@ from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import check_packing, ended, packed_blocks
-from rope_extend.data.sampled_positions import PositionCollator, check_meaning
+from rope_extend.data.sampled_positions import PositionCollator, check_sampled
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import has_chunked_loss
-from rope_extend.training.model_checks import check_sampled
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import parse_length
 
@@ -87,8 +86,7 @@ def blocks(
         documents = documents if tokenizer is None else ended(documents, tokenizer)
         return TrainerBlocks(packed_blocks(documents, length))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
-    check_meaning(collator.sampler, patch.encoding, patch.shape)
-    check_sampled(positions, patch.target_length, model)
+    check_sampled(collator.sampler, patch.encoding, patch.shape, model.config, patch.target_length)
     collator.positions(length, 0)  # refuses a block that is too short, or longer than the window
     return TrainerBlocks(cut_blocks(documents, length), collator)
 
