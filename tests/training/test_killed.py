@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from covering import OPTIONS
-from runs import metrics
+from runs import metrics, settings
 
 from rope_extend.training.finetune import Recipe
 
@@ -99,12 +99,8 @@ said.write_text(json.dumps(report))
 
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path) -> Recipe:
-    return Recipe(
-        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "unused"),
-        target_length=128, steps=3, learning_rate=1e-2, warmup_steps=2, lora_rank=4, lora_dropout=0.2,
-        gradient_accumulation=2, save_every=1, gradient_checkpointing=False, positions="pose",
-        block_length=64,
-    )  # fmt: skip
+    changes = {"steps": 3, "warmup_steps": 2, "save_every": 1, "positions": "pose", "block_length": 64}
+    return Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "unused"))
 
 
 Kills = list[tuple[str, int]]

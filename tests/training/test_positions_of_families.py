@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batches import tokens
-from cases import FACTOR, FAMILIES, TARGET, FamilyCase, tiny_model
+from cases import FACTOR, FAMILIES, TARGET, FamilyCase, family, tiny_model
 from tolerances import assert_same_but_rounding, logit_tolerance
 from torch import Tensor, nn
 
@@ -119,7 +119,7 @@ def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(
 
 
 def test_sampled_positions_are_accepted_in_windows_as_wide_as_the_target() -> None:
-    case = next(case for case in FAMILIES if case.model_type == "mistral")
+    case = family("mistral")
     for window in (127, 128):
         model = tiny_model(replace(case, config={**case.config, "sliding_window": window}))
         with pytest.raises(RopeExtendError, match="attend to 127") if window < 128 else nullcontext():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, tiny_config
+from cases import family, tiny_config
 from covering import few
 from runs import settings
 from several_processes import launch
@@ -372,8 +372,7 @@ def test_options_that_a_family_does_not_support_are_left_out_or_refused(tmp_path
         ("mixtral", "mlp_tiles", 64, "no MLP of MixtralForCausalLM can run in tiles"),
         ("gpt_neox_japanese", "gradient_checkpointing", True, "does not support gradient checkpointing"),
     ):
-        case = next(case for case in FAMILIES if case.model_type == name)
-        tiny_config(case).save_pretrained(tmp_path / name)
+        tiny_config(family(name)).save_pretrained(tmp_path / name)
         run = recipe(tmp_path / name, target_length=2048, lora_targets="attention")
         assert not any(getattr(step.memory_options, option) for step in planned(run, all_options=True).steps)
         with pytest.raises(RopeExtendError, match=message):
