@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
@@ -72,11 +71,5 @@ def tracker(name: str, directory: Path, step: int | None) -> TrainerCallback:
             callback = integration_utils.TensorBoardCallback(writer)
         else:
             callback = integration_utils.INTEGRATION_TO_CALLBACK[name]()
-    begin = callback.on_train_begin
-
-    def on_train_begin(*args: Any, **options: Any) -> None:
-        with one_error(problem, advice):
-            begin(*args, **options)
-
-    callback.on_train_begin = on_train_begin
+    callback.on_train_begin = one_error(problem, advice)(callback.on_train_begin)
     return callback
