@@ -281,8 +281,8 @@ def _trainer(
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
     written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
-        model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
-        train_dataset=blocks, eval_dataset=run.data.held_out, data_collator=default_data_collator,
+        model, arguments, run=run, state=state, train_dataset=blocks, eval_dataset=run.data.held_out,
+        data_collator=default_data_collator,
         callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ class Run:
     """What a recipe adds to `Trainer`.
 
     Attributes:
-        recipe: its warm-up.
+        recipe: its warm-up and its directory.
         data: its documents to evaluate on.
         dtype: dtype of the frozen weights.
         chunk_size: tokens that an evaluation processes at a time; None for all.
@@ -122,7 +122,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         *,
         run: Run | None = None,
         state: RunState | None = None,
-        metrics: Path | None = None,
         **options: Any,
     ) -> None:
         refuse_if(
@@ -138,7 +137,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             self.add_callback(_Progress(self))
         self.run = run
         self.progress = state or RunState()
-        self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
+        self._metrics_path = Path(run.recipe.output_dir if run else args.output_dir, "metrics.jsonl")
         self._evaluated = "" if run is None else fingerprint(run.data.held_out)
         self.loss = self.norm = math.nan
 
