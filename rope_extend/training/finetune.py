@@ -126,7 +126,7 @@ def finetune(
 
     Raises:
         RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in
-            `MAX_SKIPPED` consecutive steps and one more; or the launched processes do not find each other.
+            four consecutive steps; or the launched processes do not find each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
     expand_segments()

@@ -41,9 +41,8 @@ _RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
-    "steps", "save_every", "keep_checkpoints", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "trackers", "output_dir", "gradient_checkpointing",
-    "offload_checkpoints", "dtype", "model",
+    "steps", "save_every", "keep_checkpoints", "eval_every", "eval_data", "eval_lengths", "eval_documents",
+    "eval_split", "trackers", "output_dir", "gradient_checkpointing", "offload_checkpoints", "dtype", "model",
 })  # fmt: skip
 """Fields of the recipe that may change when a run resumes: they do not change what a step computes.
 
