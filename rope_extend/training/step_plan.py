@@ -96,23 +96,18 @@ class TrainingPlan:
         Raises:
             RopeExtendError: names the longest length that fits.
         """
-        if not self.fits:
-            longest = self.longest_block
-            fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
-            raise RopeExtendError(
-                f"a step of {self._blocks} needs {self.budget.misfit(self.chosen)} (memory options: "
-                f"{self.chosen.memory_options}); {fitting}. To need less memory, use a shorter block_length "
-                "with positions: pose, a smaller batch_size, gradient_checkpointing and mlp_tiles on auto, "
-                "or quantize: 4bit"
-            )
-        if self.evaluation is not None and not self.evaluates:
-            longest = self.longest_evaluation
-            fitting = f"up to {longest:,} tokens fit" if longest else "no length fits"
-            raise RopeExtendError(
-                f"the run's evaluations at {self.evaluation.length:,} tokens need "
-                f"{self.budget.misfit(self.evaluation)} ({self.evaluation.description}); {fitting}. Use "
-                "shorter eval_lengths, or leave eval_data out and evaluate after the run"
-            )
+        self.budget.check(
+            self.chosen, subject=f"a step of {self._blocks} needs", longest=self.longest_block,
+            how=f"memory options: {self.chosen.memory_options}",
+            advice="To need less memory, use a shorter block_length with positions: pose, a smaller "
+            "batch_size, gradient_checkpointing and mlp_tiles on auto, or quantize: 4bit",
+        )  # fmt: skip
+        if (window := self.evaluation) is not None:
+            self.budget.check(
+                window, subject=f"the run's evaluations at {window.length:,} tokens need",
+                how=window.description, longest=self.longest_evaluation,
+                advice="Use shorter eval_lengths, or leave eval_data out and evaluate after the run",
+            )  # fmt: skip
 
     @property
     def shared(self) -> str:

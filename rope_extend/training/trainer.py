@@ -167,7 +167,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         )
         if self.run is None:  # otherwise finetune has read the state
             self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
-        # The metrics of an earlier run, which may have had other settings; a link is refused at the first line.
+        # The metrics of an earlier run, which may have had other settings. The first line refuses a link.
         if not self.progress.step and self.is_world_process_zero() and not self._metrics_path.is_symlink():
             self._metrics_path.unlink(missing_ok=True)
         try:

@@ -340,7 +340,7 @@ def test_a_block_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_pat
     block = result.longest_block
     assert block is not None
     assert 0 < block < 8192
-    message = rf"2 x 8,192 tokens needs about .* blocks of up to {block:,} tokens fit.*smaller batch_size"
+    message = rf"2 x 8,192 tokens needs about .* up to {block:,} tokens fit.*smaller batch_size"
     with pytest.raises(RopeExtendError, match=message):
         result.check()
     short = replace(run, block_length=block)
@@ -349,7 +349,7 @@ def test_a_block_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_pat
     with pytest.raises(RopeExtendError):
         planned(beyond, load_options=limited(need / 2)).check()
     none = planned(run, load_options=limited(1000))
-    with pytest.raises(RopeExtendError, match="no block fits"):
+    with pytest.raises(RopeExtendError, match="no length fits"):
         none.check()
 
 
