@@ -68,10 +68,6 @@ class Sharding:
                 tensor > 1 or kind in (DistributedType.MEGATRON_LM, DistributedType.DEEPSPEED)
             ),
             f"cp_size needs FSDP2 on GPUs: {see}/context_parallel.yaml": parts > 1 and not fsdp2,
-            f"split_window {window} needs {window} processes, or a multiple, and {accelerator.num_processes} "
-            f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
-                accelerator.num_processes % window != 0
-            ),
             f"split_window {window} and cp_size {parts} both share sequences; leave one of the two out": (
                 window > 1 and parts > 1
             ),
@@ -96,6 +92,12 @@ class Sharding:
         Raises:
             RopeExtendError: gives the reason, and what to do instead.
         """
+        window = recipe.split_window
+        refuse_if(
+            self.ranks % window != 0,
+            f"split_window {window} needs {window} processes, or a multiple, not {self.ranks}; start "
+            f"torchrun --nproc-per-node {window} -m rope_extend finetune ...",
+        )
         refuse_if(
             self.loaded_once and recipe.train_norm_embed,
             "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
@@ -105,9 +107,9 @@ class Sharding:
             self.weights and recipe.quantize is not None,
             "quantize cannot be combined with FSDP, which shares weights as they are; leave one of them out",
         )
-        if recipe.split_window > 1:
+        if window > 1:
             check_split(model, self.parts)
-        if recipe.split_window > 1 or self.parts == 1:
+        if window > 1 or self.parts == 1:
             return
         config = causal_lm(model).config.get_text_config(decoder=True)
         kinds = ", ".join(sorted(layer_types_except_full_attention(config)))

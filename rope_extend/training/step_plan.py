@@ -183,17 +183,12 @@ def plan(
         RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
             missing on the machine that is planned for, or the model's family does not run on the meta device.
     """
-    window = recipe.split_window
-    processes = processes or window
-    refuse_if(
-        processes % window != 0,
-        f"split_window {window} needs {window} processes, or a multiple, not {processes}",
-    )
+    processes = processes or recipe.split_window
     refuse_if(
         fsdp and processes == 1,
         "FSDP2 shares the weights of several processes; give processes=8, or their number",
     )
-    sharding = Sharding(weights=fsdp, parts=window, ranks=processes)
+    sharding = Sharding(weights=fsdp, parts=recipe.split_window, ranks=processes)
     expand_segments()  # as the run does, before anything asks the device
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
