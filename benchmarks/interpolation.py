@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from typing import Any
 from measuring import Row, row
 
 import rope_extend as rx
-from rope_extend.training.metrics import read_metrics
 
 
 def interpolation_curve(repetitions: int, steps: int | None = None, **changes: Any) -> Iterator[Row]:
@@ -27,7 +27,7 @@ def interpolation_curve(repetitions: int, steps: int | None = None, **changes: A
             output = f"{directory}/{method}"
             recipe = rx.Recipe.from_yaml(config, {**changes, "method": method, "output_dir": output})
             rx.finetune(recipe)
-            lines = read_metrics(Path(output) / "metrics.jsonl")
+            lines = map(json.loads, Path(output, "metrics.jsonl").read_text().splitlines())
             curves[method] = {line["step"]: line["perplexity"] for line in lines if "perplexity" in line}
     inside, beyond = map(str, recipe.eval_lengths or ())
     base = curves["none"][0][inside]

@@ -41,6 +41,11 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_expe
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
+def family(model_type: str) -> FamilyCase:
+    """The first case of a family."""
+    return next(case for case in FAMILIES if case.model_type == model_type)
+
+
 def tiny_config(case: FamilyCase) -> Any:
     """A configuration of the family with two layers and a window of TRAINED tokens.
 
@@ -57,13 +62,14 @@ def tiny_config(case: FamilyCase) -> Any:
     return config
 
 
-def tiny_model(case: FamilyCase) -> PreTrainedModel:
-    """A random model of the family, in evaluation mode, whose logits depend on positions.
+def tiny_model(case: FamilyCase | str) -> PreTrainedModel:
+    """A random model of a family, or of its first case, in evaluation mode. Its logits depend on positions.
 
     Weights are larger than the families' own initialisation. With a standard deviation of 0.02 attention is
     so flat that a wrong position hardly changes a logit.
     """
-    return copy_of(lambda: _tiny_model(case), ("family", case.model_type, repr(case.config), case.seed))
+    one = family(case) if isinstance(case, str) else case
+    return copy_of(lambda: _tiny_model(one), ("family", one.model_type, repr(one.config), one.seed))
 
 
 _BUILT: dict[Hashable, tuple[PreTrainedModel, Tensor]] = {}

@@ -168,9 +168,9 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.cells import our_parts
     from rope_extend.evaluation.evaluate import compare_methods, measure
     from rope_extend.evaluation.output_directory import RESULTS
+    from rope_extend.models.launch import check_launch
     from rope_extend.models.load_options import LoadOptions
     from rope_extend.models.processes import is_main_process, process_count, processes
-    from rope_extend.training.launch import check_launch
 
     run: Any = compare_methods if isinstance(config, StudyConfig) else measure
     check_launch(process_count())

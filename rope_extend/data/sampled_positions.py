@@ -19,6 +19,8 @@ from torch.utils.data import default_collate, get_worker_info
 from rope_extend.data.choices import SHORTEST
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.config_facts import layer_types_except_full_attention, window_of
+from rope_extend.models.families import family_for
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -81,13 +83,16 @@ SAMPLERS: dict[str, Sampler] = {"pose": pose, "cream": cream, "random": random_p
 """The samplers by the name in recipes, with the papers' parameters."""
 
 
-def check_meaning(sampler: str, encoding: Encoding, shape: RopeShape) -> None:
-    """Refuse an encoding for which sampled positions do not stand for a long text.
+def check_sampled(
+    sampler: str, encoding: Encoding, shape: RopeShape, config: Any, target_length: int
+) -> None:
+    """Refuse an encoding or a family for which sampled positions do not stand for a text of `target_length`.
 
-    Length-dependent schedules that choose a table for each query use its position, and are accepted.
+    Length-dependent schedules that choose a table for each query use its position, and are accepted. Families
+    that count tokens instead, as windows of attention do, are refused.
 
     Raises:
-        RopeExtendError: names the encoding, the reason, and what to do instead.
+        RopeExtendError: names the encoding or the family, the reason, and what to do instead.
     """
     if not isinstance(encoding, RopeEncoding):
         raise RopeExtendError(
@@ -106,6 +111,17 @@ def check_meaning(sampler: str, encoding: Encoding, shape: RopeShape) -> None:
         )
     if reason is not None:
         raise RopeExtendError(f"positions {sampler} cannot be combined with {encoding}: {reason}")
+    counts = family_for(config.model_type).counts
+    for kind in sorted(layer_types_except_full_attention(config.get_text_config(decoder=True))):
+        size = window_of(config.get_text_config(decoder=True), kind)
+        if size is not None and size < target_length:
+            counts = f"its layers of type {kind} attend to {size} tokens"
+    if counts:
+        raise RopeExtendError(
+            f"positions {sampler} cannot be combined with {config.model_type}: {counts}, whatever their "
+            "positions. So they would be trained on what never occurs in use; leave positions out, and train "
+            "on long blocks"
+        )
 
 
 class PositionCollator:

@@ -22,7 +22,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from rope_extend.attention.split_window import Processes, SplitWindow
 from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.encodings import Encoding, RopeEncoding
-from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, default_batch_tokens
@@ -87,14 +86,10 @@ class ForwardPlan:
 
     def check(self) -> None:
         """Refuse a length that does not fit, and name the longest that does."""
-        failing = next((window for window in self.lengths if not self.budget.fits(window)), None)
-        if failing is None:
-            return
-        fitting = f"up to {self.longest_fit:,} tokens fit" if self.longest_fit else "no length fits"
-        raise RopeExtendError(
-            f"{failing.length:,} tokens need {self.budget.misfit(failing)} ({failing.description}); "
-            f"{fitting}. A smaller dtype, quantization or a device_map need less memory"
-        )
+        advice = "A smaller dtype, quantization or a device_map need less memory"
+        for window in self.lengths:
+            subject, how = f"{window.length:,} tokens need", window.description
+            self.budget.check(window, subject=subject, how=how, longest=self.longest_fit, advice=advice)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens, seconds and texts."""

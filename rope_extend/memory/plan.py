@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.memory.budget import MARGIN, available_memory
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
@@ -78,14 +79,23 @@ class Budget:
         on_device = estimate.trained + estimate.peak if self.spread else estimate.total
         return on_device <= self.available * MARGIN and estimate.host <= self.host * MARGIN
 
-    def misfit(self, estimate: MemoryEstimate) -> str:
-        """What a computation needs and what there is, for the error that refuses it."""
+    def check(
+        self, estimate: MemoryEstimate, *, subject: str, how: str, longest: int | None, advice: str
+    ) -> None:
+        """Refuse a computation that does not fit.
+
+        The error says what `subject` needs and how it is done, what there is, the longest length that fits,
+        if there is one, and what to do.
+        """
+        if self.fits(estimate):
+            return
         needed, available, where = estimate.total, self.available, f"on {self.device}"
         if estimate.total <= MARGIN * self.available:
             needed, available, where = estimate.host, self.host, "in host memory"
-        return (
-            f"about {format_bytes(needed)}, {format_bytes(estimate.weights)} of it for weights, but only "
-            f"{format_bytes(available)} are available {where}"
+        fitting = f"up to {longest:,} tokens fit" if longest else "no length fits"
+        raise RopeExtendError(
+            f"{subject} about {format_bytes(needed)}, {format_bytes(estimate.weights)} of it for weights, "
+            f"but only {format_bytes(available)} are available {where} ({how}); {fitting}. {advice}"
         )
 
     def as_dict(self, estimate: MemoryEstimate) -> dict[str, Any]:

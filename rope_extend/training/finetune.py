@@ -6,6 +6,7 @@ A recipe becomes the arguments of transformers' `Trainer`. Before that, everythi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -32,13 +33,13 @@ from rope_extend.evaluation.identity import model_identity
 from rope_extend.files import check_creatable
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import expand_segments
+from rope_extend.models.launch import check_launch
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.patching import Patch
 from rope_extend.report.versions import package_version
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.launch import check_launch
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.metrics import check_trackers, tracker
@@ -57,7 +58,7 @@ from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import default_memory_options, plan_training
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
-from rope_extend.training.training_data import TrainerBlocks, load_data, source_names
+from rope_extend.training.training_data import TrainerBlocks, load_data
 from rope_extend.units import format_bytes
 
 __all__ = ["FinetuneInterrupted", "FinetuneResult", "Recipe", "finetune"]
@@ -124,8 +125,8 @@ def finetune(
         limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:
-        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in more
-            consecutive steps than `recipe.max_skipped`; or the launched processes do not find each other.
+        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in
+            four consecutive steps; or the launched processes do not find each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
     expand_segments()
@@ -155,7 +156,7 @@ def _finetune(
     lengths = evaluation_lengths(recipe, shape)
     before = None if checkpoint is None else read_state(checkpoint)
     memory_options, chunk_size = _choose_memory_options(
-        recipe, lengths, load_options, accelerator, sharding, before, reach
+        recipe, lengths, load_options, sharding, before, reach
     )
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
@@ -218,7 +219,9 @@ def _finetune(
         if main:
             _log_start(trainer, run, patch, share)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    progress, metrics = trainer.progress, trainer.metrics
+    progress, history = trainer.progress, trainer.state.log_history
+    loss = next((line["loss"] for line in reversed(history) if "loss" in line), math.nan)
+    perplexity = trainer.perplexity_after(progress.step)
     state_dict = _state_dict(trained, accelerator) if sharding.weights else None
     named = trained.named_parameters() if state_dict is None else state_dict.items()
     for name, value in named:
@@ -228,11 +231,12 @@ def _finetune(
     if main:
         kept = tokenizer if recipe.full else None
         save(trained, directory, kept, overwrite=True, record=record, state=state_dict)
-        add_card(directory, perplexity=metrics.perplexity, before=metrics.before, trained_on=data.trained_on)
+        before_training = trainer.perplexity_after(0)
+        add_card(directory, perplexity=perplexity, before=before_training, trained_on=data.trained_on)
         logger.info("saved the %s and its record in %s", "model" if recipe.full else "adapter", directory)
     accelerator.wait_for_everyone()
     return FinetuneResult(
-        directory, progress.step, progress.tokens, progress.seconds, metrics.loss, metrics.perplexity, share,
+        directory, progress.step, progress.tokens, progress.seconds, loss, perplexity, share,
         progress.skipped, trained, patch,
     )  # fmt: skip
 
@@ -252,20 +256,16 @@ def _trainer(
 ) -> RopeTrainer:
     """The trainer of a recipe."""
     recipe, directory = run.recipe, Path(run.recipe.output_dir)
-    first, second = recipe.betas
     arguments = TrainingArguments(
         str(directory / CHECKPOINTS),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation,
         learning_rate=recipe.learning_rate,
-        adam_beta1=first,
-        adam_beta2=second,
-        weight_decay=recipe.weight_decay,
-        max_grad_norm=recipe.max_grad_norm,
+        adam_beta2=0.95,  # with no weight decay, and the norm clipped to 1, which are Trainer's defaults
         optim=recipe.optim,
         seed=recipe.seed,
-        logging_steps=recipe.log_every,
+        logging_steps=1,
         logging_nan_inf_filter=False,  # RopeTrainer has its own
         save_steps=recipe.save_every or recipe.steps,
         save_total_limit=recipe.keep_checkpoints,
@@ -281,8 +281,8 @@ def _trainer(
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
     written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
-        model, arguments, run=run, state=state, metrics=directory / "metrics.jsonl",
-        train_dataset=blocks, eval_dataset=run.data.held_out, data_collator=default_data_collator,
+        model, arguments, run=run, state=state, train_dataset=blocks, eval_dataset=run.data.held_out,
+        data_collator=default_data_collator,
         callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 
@@ -291,7 +291,6 @@ def _choose_memory_options(
     recipe: Recipe,
     lengths: Sequence[int],
     load_options: LoadOptions,
-    accelerator: Accelerator,
     sharding: Sharding,
     before: RunState | None,
     reach: TextReach,
@@ -302,28 +301,24 @@ def _choose_memory_options(
     """
     if before is not None:
         recipe = replace(recipe, mlp_tiles=before.memory_options["mlp_tiles"])
-    estimate = None
+    plan, chunk_size = None, None
     if recipe.split_window > 1 or sharding.parts == 1:  # the share under ring attention is not estimated
-        estimate = plan_training(
+        plan = plan_training(
             recipe, load_options=load_options, sharding=sharding, evaluation_lengths=lengths, reach=reach
         )
-    chunk_size = None
-    if estimate is not None:
-        estimate.check()
-        memory_options = estimate.chosen.memory_options
-        logger.info(
-            "memory: about %s of %s on %s; memory options: %s", format_bytes(estimate.total),
-            format_bytes(estimate.budget.available), estimate.budget.device, memory_options,
-        )  # fmt: skip
-        chunk_size = estimate.evaluation.chunk_size if estimate.evaluation else None
-    else:
+    if plan is None:
         empty = empty_model(recipe.model)
         memory_options = default_memory_options(recipe, empty, load_options.torch_device)
-        logger.info("memory options: %s", memory_options)
-    chosen = [(memory_options, chunk_size)]
-    if accelerator.num_processes > 1:  # free memory differs between devices; all use the same options
-        broadcast_object_list(chosen)
-    return chosen[0]
+    else:
+        plan.check()
+        memory_options = plan.chosen.memory_options
+        chunk_size = plan.evaluation.chunk_size if plan.evaluation else None
+        needed, available = format_bytes(plan.total), format_bytes(plan.budget.available)
+        logger.info("memory: about %s of %s on %s", needed, available, plan.budget.device)
+    logger.info("memory options: %s", memory_options)
+    # Free memory differs between devices; all processes use the same options.
+    chosen: tuple[MemoryOptions, int | None] = broadcast_object_list([(memory_options, chunk_size)])[0]
+    return chosen
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
@@ -355,7 +350,8 @@ def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> No
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
-    if names := source_names(recipe):
+    names = ("long blocks", "short blocks") if recipe.mixed_windows else recipe.data
+    if recipe.mixed_windows or recipe.data_weights is not None:
         epochs = run.data.blocks.epochs(recipe.steps * sequences)
         read = ", ".join(f"{times:.2f} of {name}" for name, times in zip(names, epochs, strict=True))
         logger.info("epochs by the last step: %s", read)

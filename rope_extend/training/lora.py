@@ -25,8 +25,7 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
     Args:
         model: a model without an adapter.
         recipe: the run.
-        reach: what of the model can be trained on text, the rest is left out; `text_reach(model)` if not
-            given.
+        reach: what of the model can be trained on text, the rest is left out; by default `text_reach(model)`.
 
     Raises:
         RopeExtendError: `lora_targets` names a layer that the model does not have, or that cannot be trained
@@ -47,19 +46,13 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        use_rslora=recipe.rslora,
-        use_dora=recipe.dora,
         target_modules=targets,
         **extra,
     )
 
 
 def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
-    """What the recipe would train, but is left out, because it cannot be trained on text.
-
-    Returns:
-        Paths, sorted, with `*` for numbers.
-    """
+    """Sorted paths, with `*` for numbers, of what the recipe would train, but text does not reach."""
     if recipe.full:
         unreached = {name for name, _ in model.named_parameters()} - reach.weights
         paths = {name.rpartition(".")[0] for name in unreached}
@@ -96,11 +89,7 @@ def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
 
 
 def extended(model: nn.Module, recipe: Recipe) -> Patch:
-    """Patch the model with the recipe's method.
-
-    Raises:
-        RopeExtendError: as `extend`.
-    """
+    """Patch the model with the recipe's method; refuses what `extend` refuses."""
     if recipe.method != "none":
         start = {"start": recipe.start, "current_length": recipe.current_length}
         how = {"trained_length": recipe.trained_length, **start, **recipe.method_parameters}

@@ -95,10 +95,11 @@ class MemoryOptions:
         return ", ".join(self.parts) or "none needed"
 
 
+@contextmanager
 def apply_memory_options(
     model: Any, memory_options: MemoryOptions, offload: Callable[..., Any] | None = None
-) -> ExitStack:
-    """Turn on memory options of a transformers model.
+) -> Iterator[None]:
+    """Inside the block, a transformers model has memory options.
 
     Args:
         model: the model itself, with or without adapter layers; not a wrapper.
@@ -106,21 +107,13 @@ def apply_memory_options(
         offload: makes the hooks that move the inputs of layers, if the options say so; by default torch's
             `save_on_cpu`.
 
-    Returns:
-        A context manager that turns them off on exit; so does its `close`.
-
     Raises:
         RopeExtendError: the model does not support one of the options.
     """
     with ExitStack() as stack:
         stack.enter_context(_shared_inputs(model))
-        if memory_options.gradient_checkpointing and not recomputes(model):
-            raise RopeExtendError(
-                f"{type(model).__name__} does not support gradient checkpointing; set "
-                "gradient_checkpointing to false or auto"
-            )
-        set_gradient_checkpointing(model, memory_options.gradient_checkpointing)
-        stack.callback(set_gradient_checkpointing, model, False)
+        if memory_options.gradient_checkpointing:
+            stack.enter_context(_gradient_checkpointing(model))
         if memory_options.offload_checkpoints:
             offloaded = {
                 layer: partial(_offloaded, offload or save_on_cpu, vars(layer)[_RECOMPUTE])
@@ -129,8 +122,7 @@ def apply_memory_options(
             stack.enter_context(replaced(_RECOMPUTE, offloaded))
         if memory_options.mlp_tiles:
             stack.enter_context(tiled(model, memory_options.mlp_tiles))
-        return stack.pop_all()
-    raise AssertionError("unreachable")
+        yield
 
 
 def recomputes(model: Any) -> bool:
@@ -138,21 +130,26 @@ def recomputes(model: Any) -> bool:
     return bool(model.supports_gradient_checkpointing)
 
 
-def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
-    """Turn gradient checkpointing of a transformers model on or off."""
-    if not enabled and not recomputes(model):
-        return
-    action = "enable" if enabled else "disable"
+@contextmanager
+def _gradient_checkpointing(model: Any) -> Iterator[None]:
+    if not recomputes(model):
+        raise RopeExtendError(
+            f"{type(model).__name__} does not support gradient checkpointing; set gradient_checkpointing to "
+            "false or auto"
+        )
     # Newer releases of transformers rename the methods, and warn about the old names.
-    method = getattr(model, f"activation_checkpointing_{action}", None)
-    method = method or getattr(model, f"gradient_checkpointing_{action}")
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     hooked = getattr(model, "_require_grads_hook", None) is not None
     # Not reentrant: otherwise gradients would not reach LoRA behind a frozen embedding.
-    method(*[{"use_reentrant": False}] if enabled else [])
-    if enabled and not hooked:
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    if not hooked:
         # With an adapter, transformers makes embeddings require a gradient, for reentrant checkpointing. Then
         # they stay on the device for the whole step, and so does their gradient.
         model.disable_input_require_grads()
+    try:
+        yield
+    finally:
+        getattr(model, f"{name}_checkpointing_disable")()
 
 
 def _shared_inputs(model: Any) -> AbstractContextManager[None]:
@@ -160,12 +157,11 @@ def _shared_inputs(model: Any) -> AbstractContextManager[None]:
 
     peft casts the input of each matrix to float32, and autocast casts it back. So queries, keys and values
     would each save a copy of one input. Without the two casts, the numbers are the same bit for bit, except
-    with dropout between the casts, or DoRA.
+    with dropout between the casts.
     """
     layers = [part for part in model.modules() if isinstance(part, LoraLinear)]
     exact = model.dtype == torch.bfloat16 and not any(
-        part.lora_variant or any(isinstance(each, nn.Dropout) for each in part.lora_dropout.values())
-        for part in layers
+        isinstance(each, nn.Dropout) for part in layers for each in part.lora_dropout.values()
     )
     context: AbstractContextManager[None] = disable_input_dtype_casting(model, active=exact)
     return context
@@ -247,11 +243,7 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
 
     Norms compute in float32, and their backward pass holds several such states. Sums over tokens are computed
     tile by tile, so outputs and gradients are equal to those without tiles within the rounding of the dtype.
-    Dropout in an MLP draws for each tile, so its draws differ.
-
-    Args:
-        model: a transformers model, with or without adapter layers.
-        tokens: tokens per tile, counted over the batch; at least one of each sequence.
+    Dropout in an MLP draws for each tile, so its draws differ. `tokens` of a tile are counted over the batch.
 
     Raises:
         RopeExtendError: no MLP of the model can run in tiles.

@@ -12,12 +12,8 @@ import torch
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
-from rope_extend.data.sampled_positions import check_meaning
+from rope_extend.data.sampled_positions import check_sampled
 from rope_extend.encodings import RopeShape
-from rope_extend.errors import RopeExtendError
-from rope_extend.loss import causal_lm
-from rope_extend.models.config_facts import layer_types_except_full_attention, window_of
-from rope_extend.models.families import family_for
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.processes import is_main_process
 from rope_extend.training.chunked_loss import chunked_loss
@@ -31,16 +27,11 @@ logger = logging.getLogger(__name__)
 
 def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The dtype of the frozen weights on a device."""
-    if recipe.dtype == "auto":
-        return default_dtype(device)
-    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+    return default_dtype(device) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
 
 
 def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:
-    """Try the recipe on its model without weights.
-
-    Returns:
-        The rotary shape of the model, and which of its parts text reaches.
+    """The rotary shape of a recipe's model, and which of its parts text reaches.
 
     Raises:
         RopeExtendError: the model, the encoding, the data and the sharding do not go together.
@@ -54,37 +45,14 @@ def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextRea
         logger.info("left out, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
-            check_meaning(recipe.positions, patch.encoding, patch.shape)
-            check_sampled(recipe.positions, recipe.target_length, model)
+            positions, target = recipe.positions, recipe.target_length
+            check_sampled(positions, patch.encoding, patch.shape, model.config, target)
         if recipe.packing != UNPACKED:
             check_packing(patch.encoding, model.config)
         if recipe.mixed_windows:
             check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
         sharding.check(patch, model, recipe)
         return patch.shape, reach
-
-
-def check_sampled(positions: str, target_length: int, model: Any) -> None:
-    """Refuse sampled positions for a model that counts tokens instead, as windows of attention do.
-
-    Raises:
-        RopeExtendError: some layers attend to fewer tokens than `target_length`, or ignore the positions.
-    """
-    config = causal_lm(model).config.get_text_config(decoder=True)
-    for kind in sorted(layer_types_except_full_attention(config)):
-        size = window_of(config, kind)
-        if size is not None and size < target_length:
-            raise RopeExtendError(
-                f"positions {positions} cannot be combined with {config.model_type}: its layers of "
-                f"type {kind} attend to {size} tokens, whatever their positions. So in training they would "
-                f"see distances that never occur in use; leave positions out, train on long blocks"
-            )
-    model_type = causal_lm(model).config.model_type
-    if counts := family_for(model_type).counts:
-        raise RopeExtendError(
-            f"positions {positions} cannot be combined with {model_type}: {counts}, whatever their "
-            "positions; leave positions out, train on long blocks"
-        )
 
 
 def evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:

@@ -31,11 +31,6 @@ from rope_extend.errors import refuse_if
 from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
 
 
-def _betas(value: Any) -> tuple[float, float]:
-    first, second = list_of(number(0, below=1), "").parse(value)  # ValueError if there are not two
-    return first, second
-
-
 def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(TEXT.parse, items(value))))
 
@@ -48,7 +43,6 @@ def _targets(value: Any) -> str | tuple[str, ...]:
     return str(value) if value in ("attention", "all-linear", FULL) else _names(value)
 
 
-_BETAS = Kind("two numbers, each at least 0 and below 1", _betas)
 _TARGETS = Kind("attention, all-linear, none, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
 _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
@@ -108,19 +102,17 @@ class Recipe(Config):
             "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
         ),
         "optimization": (
-            "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "weight_decay",
-            "betas", "optim", "max_grad_norm", "max_skipped", "seed",
+            "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim",
+            "seed",
         ),
         "LoRA and what is trained": (
-            "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
+            "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "train_norm_embed",
         ),
         "memory": (
             "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints", "split_window",
         ),
         "evaluation": ("eval_data", "eval_lengths", "eval_every", "eval_documents", "eval_split"),
-        "checkpoints and logs": (
-            "save_every", "keep_checkpoints", "log_every", "trackers",
-        ),
+        "checkpoints and logs": ("save_every", "keep_checkpoints", "trackers"),
     }  # fmt: skip
 
     model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
@@ -193,25 +185,14 @@ class Recipe(Config):
         BY_METHOD
     )
     warmup_steps: Annotated[int, COUNT, "steps of linear warm-up from a tenth of the learning rate"] = 20
-    weight_decay: Annotated[float, number(0), "AdamW's decoupled weight decay"] = 0.0
-    betas: Annotated[tuple[float, float], _BETAS, "AdamW's decay rates of the two moments"] = (0.9, 0.95)
     optim: Annotated[
         str,
         choice(*OPTIMIZERS),
         "AdamW of Trainer: torch's, its fused kernel, or with moments of 8 bits (bitsandbytes), which need a "
         "quarter of the memory",
     ] = OPTIMIZERS[0]
-    max_grad_norm: Annotated[float, number(0, above=True), "gradients are clipped to this norm"] = 1.0
     lora_rank: Annotated[int, POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0
-    rslora: Annotated[
-        bool,
-        FLAG,
-        "scale by alpha / sqrt(rank) instead, so that high ranks train at the same rate (2312.03732)",
-    ] = False
-    dora: Annotated[
-        bool, FLAG, "train the norm of each weight row separately from its direction (2402.09353); slower"
-    ] = False
     lora_dropout: Annotated[float, number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
         str | tuple[str, ...],
@@ -244,13 +225,6 @@ class Recipe(Config):
     keep_checkpoints: Annotated[
         int, POSITIVE_COUNT, "number of checkpoints to keep; an older one is used if the newest is damaged"
     ] = 2
-    max_skipped: Annotated[
-        int,
-        COUNT,
-        "consecutive steps that may be skipped because the loss or gradient is not finite; one more ends the "
-        "run",
-    ] = 3
-    log_every: Annotated[int, POSITIVE_COUNT, "steps between lines of metrics"] = 1
     gradient_checkpointing: Annotated[
         bool | str,
         or_auto(FLAG),
@@ -345,9 +319,8 @@ class Recipe(Config):
             "gradient_checkpointing is false; set it to true or auto": (
                 self.offload_checkpoints is True and self.gradient_checkpointing is False
             ),
-            "lora_targets none trains all weights, but quantize, dora, rslora and lora_dropout are for LoRA; "
-            "leave them out, or name layers": self.full
-            and bool(self.quantize or self.dora or self.rslora or self.lora_dropout),
+            "lora_targets none trains all weights, but quantize and lora_dropout are for LoRA; leave them "
+            "out, or name layers": self.full and bool(self.quantize or self.lora_dropout),
             "eval_every and eval_lengths need eval_data; name documents to evaluate on": (
                 self.eval_data is None and (self.eval_every > 0 or self.eval_lengths is not None)
             ),

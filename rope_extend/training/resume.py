@@ -7,7 +7,7 @@ damage, by a disk or in a copy, is found by its manifest; then the checkpoint be
 ====================  =========================================================================
 `rope_extend.json`    the record of the encoding, so that the checkpoint can be loaded by itself
 `state.json`          step, tokens, seconds, recipe, and a fingerprint of the data
-`manifest.json`       the size and SHA-256 of every file
+`manifest.json`       the SHA-256 of every file
 ====================  =========================================================================
 """
 
@@ -41,9 +41,8 @@ _RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
-    "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "trackers", "output_dir", "gradient_checkpointing",
-    "offload_checkpoints", "dtype", "model",
+    "steps", "save_every", "keep_checkpoints", "eval_every", "eval_data", "eval_lengths", "eval_documents",
+    "eval_split", "trackers", "output_dir", "gradient_checkpointing", "offload_checkpoints", "dtype", "model",
 })  # fmt: skip
 """Fields of the recipe that may change when a run resumes: they do not change what a step computes.
 
@@ -105,11 +104,7 @@ def damage(checkpoint: Path) -> str | None:
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
         for name, expected in listed.items():
-            path = checkpoint / name
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
-            if sha256(path) != expected["sha256"]:
+            if sha256(checkpoint / name) != expected:
                 return f"{name} has changed since it was written (another SHA-256)"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
@@ -213,11 +208,8 @@ def publish_checkpoint(
     """
     (written / "training_args.bin").unlink(missing_ok=True)  # a pickle with local paths, which nothing reads
     (written / STATE_NAME).write_text(json.dumps(asdict(state), indent=2))
-    files = {
-        str(path.relative_to(written)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        for path in sorted(written.rglob("*"))
-        if path.is_file()
-    }
+    paths = sorted(path for path in written.rglob("*") if path.is_file())
+    files = {str(path.relative_to(written)): sha256(path) for path in paths}
     (written / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
     publish_directory(written, final)  # an older run may have left a checkpoint of this step
     for later in checkpoints(final.parent):

@@ -50,11 +50,7 @@ class Sharding:
 
     @classmethod
     def of(cls, accelerator: Accelerator, window: int = 1) -> Self:
-        """The sharding that `accelerate` is configured for.
-
-        Args:
-            accelerator: the connected processes.
-            window: `split_window` of the recipe.
+        """The sharding that `accelerate` is configured for; `window` is `split_window` of the recipe.
 
         Raises:
             RopeExtendError: it is none of the above, or accelerate runs with another configuration.
@@ -72,10 +68,6 @@ class Sharding:
                 tensor > 1 or kind in (DistributedType.MEGATRON_LM, DistributedType.DEEPSPEED)
             ),
             f"cp_size needs FSDP2 on GPUs: {see}/context_parallel.yaml": parts > 1 and not fsdp2,
-            f"split_window {window} needs {window} processes, or a multiple, and {accelerator.num_processes} "
-            f"found each other; start torchrun --nproc-per-node {window} -m rope_extend finetune ...": (
-                accelerator.num_processes % window != 0
-            ),
             f"split_window {window} and cp_size {parts} both share sequences; leave one of the two out": (
                 window > 1 and parts > 1
             ),
@@ -95,16 +87,17 @@ class Sharding:
         return self.ranks // self.parts
 
     def check(self, patch: Patch, model: nn.Module, recipe: Recipe) -> None:
-        """Refuse what does not work with this sharding, most of it with parts of a sequence.
-
-        Args:
-            patch: the patch of the model.
-            model: the patched model; it may be on the meta device.
-            recipe: the run.
+        """Refuse what does not work with this sharding; the patched `model` may be on the meta device.
 
         Raises:
             RopeExtendError: gives the reason, and what to do instead.
         """
+        window = recipe.split_window
+        refuse_if(
+            self.ranks % window != 0,
+            f"split_window {window} needs {window} processes, or a multiple, not {self.ranks}; start "
+            f"torchrun --nproc-per-node {window} -m rope_extend finetune ...",
+        )
         refuse_if(
             self.loaded_once and recipe.train_norm_embed,
             "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
@@ -114,9 +107,9 @@ class Sharding:
             self.weights and recipe.quantize is not None,
             "quantize cannot be combined with FSDP, which shares weights as they are; leave one of them out",
         )
-        if recipe.split_window > 1:
+        if window > 1:
             check_split(model, self.parts)
-        if recipe.split_window > 1 or self.parts == 1:
+        if window > 1 or self.parts == 1:
             return
         config = causal_lm(model).config.get_text_config(decoder=True)
         kinds = ", ".join(sorted(layer_types_except_full_attention(config)))

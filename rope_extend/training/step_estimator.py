@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,7 @@ from rope_extend.training.text_reach import TextReach
 class StepEstimate(MemoryEstimate):
     """The memory that one step needs: its peak has states of layers, logits of a chunk, and gradients.
 
-    Attributes:
-        memory_options: the options of the step; with offloaded checkpoints, `host` has them.
-        quantized: whether the frozen weights have 4 bits.
+    `host` has offloaded checkpoints.
     """
 
     memory_options: MemoryOptions
@@ -56,14 +54,14 @@ class StepEstimate(MemoryEstimate):
 
 
 class StepEstimator:
-    """Runs steps on a model without weights, and counts bytes of one process. Use it as a context manager.
+    """Runs steps on a model without weights, and counts bytes of one process.
 
-    Attention of the model is replaced within the context, and restored at its end.
+    It replaces attention of the model until `stack` is closed.
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, weights: int, device: torch.device, sharding: Sharding,
-        reach: TextReach,
+        self, stack: ExitStack, recipe: Recipe, model: Any, weights: int, device: torch.device,
+        sharding: Sharding, reach: TextReach,
     ) -> None:  # fmt: skip
         self.recipe, self.base, self.weights, self.device = recipe, model, weights, device
         self.sharding, self.reach, self.dtype = sharding, reach, model.dtype
@@ -73,26 +71,18 @@ class StepEstimator:
         with DirectKernelCalls(), LiveBytes(scored=2):
             masked = recipe.packs and not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)
-        with ExitStack() as stack:
-            stack.enter_context(dry_run(model, device))
-            with quiet_patching():
-                stack.enter_context(extended(model, recipe))
-            # Encodings that act inside attention need a mask, unless the kernel is flash attention.
-            masked |= acts_inside(model) and "flash" not in config._attn_implementation
-            self.masked = recipe.packs and masked
-            loaded = sum(value.nbytes for value in model.parameters())
-            self.model = adapted(model, recipe, reach).train()
-            if recipe.full:  # what is trained is counted as such
-                frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
-                self.weights -= loaded - frozen
-            stack.enter_context(planned_split(model, recipe.split_window))
-            self._context = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context.close()
+        stack.enter_context(dry_run(model, device))
+        with quiet_patching():
+            stack.enter_context(extended(model, recipe))
+        # Encodings that act inside attention need a mask, unless the kernel is flash attention.
+        masked |= acts_inside(model) and "flash" not in config._attn_implementation
+        self.masked = recipe.packs and masked
+        loaded = sum(value.nbytes for value in model.parameters())
+        self.model = adapted(model, recipe, reach).train()
+        if recipe.full:  # what is trained is counted as such
+            frozen = sum(value.nbytes for value in model.parameters() if not value.requires_grad)
+            self.weights -= loaded - frozen
+        stack.enter_context(planned_split(model, recipe.split_window))
 
     def step(self, memory_options: MemoryOptions, tokens: int) -> StepEstimate:
         """The memory of a step after the first, when the optimizer has its moments."""
@@ -196,7 +186,7 @@ class _Optimizer:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.parameters = [value for value in model.parameters() if value.requires_grad]
-        self.max_norm, self.moments = recipe.max_grad_norm, list[Tensor]()
+        self.moments = list[Tensor]()
         self.own = None
         if recipe.optim == "adamw_torch":
             self.own = torch.optim.AdamW(self.parameters, foreach=device.type == "cuda")
@@ -214,7 +204,7 @@ class _Optimizer:
 
     def update(self) -> None:
         """Clip the gradients, make a step, and free them."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         if self.own is not None:
             self.own.step()
         for value in self.parameters if self.own is None and not self.moments else ():

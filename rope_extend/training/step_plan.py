@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,23 +96,18 @@ class TrainingPlan:
         Raises:
             RopeExtendError: names the longest length that fits.
         """
-        if not self.fits:
-            longest = self.longest_block
-            fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
-            raise RopeExtendError(
-                f"a step of {self._blocks} needs {self.budget.misfit(self.chosen)} (memory options: "
-                f"{self.chosen.memory_options}); {fitting}. To need less memory, use a shorter block_length "
-                "with positions: pose, a smaller batch_size, gradient_checkpointing and mlp_tiles on auto, "
-                "or quantize: 4bit"
-            )
-        if self.evaluation is not None and not self.evaluates:
-            longest = self.longest_evaluation
-            fitting = f"up to {longest:,} tokens fit" if longest else "no length fits"
-            raise RopeExtendError(
-                f"the run's evaluations at {self.evaluation.length:,} tokens need "
-                f"{self.budget.misfit(self.evaluation)} ({self.evaluation.description}); {fitting}. Use "
-                "shorter eval_lengths, or leave eval_data out and evaluate after the run"
-            )
+        self.budget.check(
+            self.chosen, subject=f"a step of {self._blocks} needs", longest=self.longest_block,
+            how=f"memory options: {self.chosen.memory_options}",
+            advice="To need less memory, use a shorter block_length with positions: pose, a smaller "
+            "batch_size, gradient_checkpointing and mlp_tiles on auto, or quantize: 4bit",
+        )  # fmt: skip
+        if (window := self.evaluation) is not None:
+            self.budget.check(
+                window, subject=f"the run's evaluations at {window.length:,} tokens need",
+                how=window.description, longest=self.longest_evaluation,
+                advice="Use shorter eval_lengths, or leave eval_data out and evaluate after the run",
+            )  # fmt: skip
 
     @property
     def shared(self) -> str:
@@ -188,17 +183,12 @@ def plan(
         RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
             missing on the machine that is planned for, or the model's family does not run on the meta device.
     """
-    window = recipe.split_window
-    processes = processes or window
-    refuse_if(
-        processes % window != 0,
-        f"split_window {window} needs {window} processes, or a multiple, not {processes}",
-    )
+    processes = processes or recipe.split_window
     refuse_if(
         fsdp and processes == 1,
         "FSDP2 shares the weights of several processes; give processes=8, or their number",
     )
-    sharding = Sharding(weights=fsdp, parts=window, ranks=processes)
+    sharding = Sharding(weights=fsdp, parts=recipe.split_window, ranks=processes)
     expand_segments()  # as the run does, before anything asks the device
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
@@ -233,8 +223,6 @@ def plan_training(
     """Estimate the memory of a run's steps, and choose the memory options that its recipe leaves open.
 
     Args:
-        recipe: the run.
-        load_options: where and how the model will be loaded.
         sharding: the share of each process. On a CPU, processes also share its memory.
         all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
@@ -251,7 +239,8 @@ def plan_training(
     empty = load_options.empty(recipe.model)
     weights = weight_bytes(recipe.model, empty, load_options)
     candidates = candidate_options(recipe, empty, device)
-    apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
+    with apply_memory_options(empty, candidates[0]):  # refuses an option that the model does not support
+        pass
     reach = reach or text_reach(empty)
     if device == load_options.torch_device:
         budget = Budget.of(load_options, sharding.ranks)
@@ -259,7 +248,8 @@ def plan_training(
         budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
     def estimate_steps() -> tuple[TrainingPlan, int]:
-        with StepEstimator(recipe, empty, weights, device, sharding, reach) as estimator:
+        with ExitStack() as stack:
+            estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
             plan = _plan_steps(estimator, candidates, budget, all_options)
             return plan, estimator.gathered(gradients=False) if sharding.weights else 0
 
@@ -269,11 +259,6 @@ def plan_training(
     fresh = load_options.empty(recipe.model)
     estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
-
-
-def quantizable(recipe: Recipe, sharding: Sharding) -> bool:
-    """Whether the weights can be loaded with 4 bits: not all trained, from a GGUF file, or under FSDP2."""
-    return not (recipe.full or sharding.weights) and gguf_file(recipe.model) is None
 
 
 def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
@@ -324,11 +309,8 @@ def _plan_steps(
         chosen = steps[-1]
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
     quantized = None
-    if (
-        (all_options or longest_block is not None)
-        and not chosen.quantized
-        and quantizable(recipe, estimator.sharding)
-    ):
+    quantizable = not (recipe.full or estimator.sharding.weights or gguf_file(recipe.model))
+    if (all_options or longest_block is not None) and not chosen.quantized and quantizable:
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(

@@ -46,11 +46,8 @@ class TextReach:
 def text_reach(model: PreTrainedModel) -> TextReach:
     """What of a causal language model can be trained on text.
 
-    Args:
-        model: a transformers model, on any device. Only its class and its config matter, and it is not run.
-
-    Returns:
-        Weights and layers. Of a family that does not run on the meta device, all; a log line says so.
+    Only its class and its config matter, and it is not run. Of a family that does not run on the meta device,
+    it is all, and a log line says so.
     """
     try:
         weights, layers = _dry_run(model)

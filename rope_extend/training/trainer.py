@@ -5,13 +5,14 @@ The command, a recipe and `scripts/finetune.py` all train with it.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from rope_extend.data.documents import fingerprint
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.training.metrics import Metrics
+from rope_extend.training.metrics import append
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     PARTIAL,
@@ -44,9 +45,12 @@ from rope_extend.training.resume import (
     publish_checkpoint,
     read_state,
 )
-from rope_extend.training.training_data import RunData, source_names
+from rope_extend.training.training_data import RunData
 
 logger = logging.getLogger(__name__)
+
+MAX_SKIPPED = 3
+"""Number of consecutive steps that may be skipped, because their loss or gradient is not finite."""
 
 _Result = TypeVar("_Result")
 
@@ -68,8 +72,8 @@ class Run:
     """What a recipe adds to `Trainer`.
 
     Attributes:
-        recipe: its warm-up, and the limit of skipped steps.
-        data: its documents to evaluate on, and how often each source is read.
+        recipe: its warm-up and its directory.
+        data: its documents to evaluate on.
         dtype: dtype of the frozen weights.
         chunk_size: tokens that an evaluation processes at a time; None for all.
         base_model: name of the base model, for the record.
@@ -106,7 +110,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     Attributes:
         progress: the steps and tokens so far, over all sessions.
-        metrics: the latest measurements, and the file of all.
 
     Raises:
         RopeExtendError: an argument that needs checkpoints in their final place while they are written.
@@ -119,7 +122,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         *,
         run: Run | None = None,
         state: RunState | None = None,
-        metrics: Path | None = None,
         **options: Any,
     ) -> None:
         refuse_if(
@@ -135,7 +137,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             self.add_callback(_Progress(self))
         self.run = run
         self.progress = state or RunState()
-        self._metrics_path = metrics or Path(args.output_dir) / "metrics.jsonl"
+        self._metrics_path = Path(run.recipe.output_dir if run else args.output_dir, "metrics.jsonl")
+        self._evaluated = "" if run is None else fingerprint(run.data.held_out)
         self.loss = self.norm = math.nan
 
     # Resuming and stopping
@@ -163,16 +166,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "save_only_model out, or begin a new run",
         )
         if self.run is None:  # otherwise finetune has read the state
-            begins = RunState(processes=self.args.world_size)
-            self.progress = begins if checkpoint is None else read_state(Path(checkpoint))
-        step, evaluated = self.progress.step, dict[str, Any]()
-        if self.run is not None:
-            data = self.run.data
-            evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
-        self.metrics = Metrics(self._metrics_path, step, evaluated, writes=self.is_world_process_zero())
-        if self.run is not None and data.held_out:  # before the first step, or if no step will evaluate
-            missing = not set(data.lengths) <= self.metrics.perplexity.keys()
-            self.args.eval_on_start = not step or (step == self.args.max_steps and missing)
+            self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
+        # The metrics of an earlier run, which may have had other settings. The first line refuses a link.
+        if not self.progress.step and self.is_world_process_zero() and not self._metrics_path.is_symlink():
+            self._metrics_path.unlink(missing_ok=True)
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
@@ -303,15 +300,12 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
         )
         if finite:
-            self.metrics.loss = self.loss
             return
-        limit = self.run.recipe.max_skipped if self.run else 3
         problem = f"step {state.step}: the loss is {self.loss} and the norm of the gradient is {self.norm}"
         refuse_if(
-            state.skipped_in_a_row > limit,
-            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped, and max_skipped is "
-            f"{limit}. Use a lower learning_rate, more warmup_steps or dtype float32 in a new run; "
-            f"checkpoints are in {self.args.output_dir}",
+            state.skipped_in_a_row > MAX_SKIPPED,
+            f"{problem}; {state.skipped_in_a_row} consecutive steps were skipped. Use a lower learning_rate, "
+            f"more warmup_steps or dtype float32 in a new run; checkpoints are in {self.args.output_dir}",
         )
         logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
 
@@ -333,20 +327,15 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 "tokens_per_second": round(self._step_tokens / self._step_seconds, 1),
                 "peak_memory_bytes": peak_memory_bytes(self.args.device),
                 "seconds": round(state.seconds, 3),
-                **self._epochs(),
             }
         else:
             logs = {"skipped": state.skipped, "tokens": state.tokens}
-        self.metrics.write(state.step, **logs)
+        self._write(**logs)
         super().log(logs, start_time)
 
-    def _epochs(self) -> Mapping[str, float]:
-        """How often each of several sources was read."""
-        if self.run is None:
-            return {}
-        read = self.run.data.blocks.epochs(self.progress.step * self.sequences)
-        named = zip(source_names(self.run.recipe), read, strict=False)  # one source has no name
-        return {f"epochs/{name}": round(count, 3) for name, count in named}
+    def _write(self, **values: Any) -> None:
+        if self.is_world_process_zero():
+            append(self._metrics_path, json.dumps({"step": self.progress.step, **values}).encode() + b"\n")
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Perplexity by length on the documents of the recipe, in every process; or as in `Trainer`."""
@@ -364,17 +353,27 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.model.train()
         if self.args.device.type == "cuda":  # the next measurements are of training steps alone
             torch.cuda.reset_peak_memory_stats(self.args.device)
-        self.metrics.perplexity = result.ppl
-        if not step:
-            self.metrics.before = result.ppl
-        self.metrics.write(step, perplexity=result.ppl, eval_data=self.metrics.evaluated)
+        evaluated = {"fingerprint": self._evaluated, "trained_on": data.trained_on}
+        self._write(perplexity=result.ppl, eval_data=evaluated)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
             logger.info("step %d: perplexity %s", step, curve)
         values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
         super().log(values)
+        self.state.log_history[-1]["eval_data"] = self._evaluated
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
+
+    def perplexity_after(self, step: int) -> dict[int, float]:
+        """Perplexity after a step by length, of the text on which this run evaluates, as far as measured."""
+        names = {f"perplexity/{length}": length for length in (self.run.data.lengths if self.run else ())}
+        return {
+            names[name]: value
+            for line in self.state.log_history
+            if line["step"] == step and line.get("eval_data") == self._evaluated
+            for name, value in line.items()
+            if name in names
+        }
 
 
 def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Result:
@@ -415,6 +414,10 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         """Count intervals as the arguments say, which may have changed since the checkpoint."""
         state.compute_steps(args, state.max_steps)
         self.received = self.agreed = 0
+        run, step = self.trainer.run, state.global_step
+        if run is not None and run.data.held_out:  # before the first step, or if no step will evaluate
+            missing = len(self.trainer.perplexity_after(step)) < len(run.data.lengths)
+            args.eval_on_start = step == 0 or (step == state.max_steps and missing)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin to record signals, after an evaluation that comes before the first step."""

@@ -17,11 +17,10 @@ from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import check_packing, ended, packed_blocks
-from rope_extend.data.sampled_positions import PositionCollator, check_meaning
+from rope_extend.data.sampled_positions import PositionCollator, check_sampled
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import has_chunked_loss
-from rope_extend.training.model_checks import check_sampled
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import parse_length
 
@@ -87,8 +86,7 @@ def blocks(
         documents = documents if tokenizer is None else ended(documents, tokenizer)
         return TrainerBlocks(packed_blocks(documents, length))
     collator = PositionCollator(positions, patch.target_length, seed=seed)
-    check_meaning(collator.sampler, patch.encoding, patch.shape)
-    check_sampled(positions, patch.target_length, model)
+    check_sampled(collator.sampler, patch.encoding, patch.shape, model.config, patch.target_length)
     collator.positions(length, 0)  # refuses a block that is too short, or longer than the window
     return TrainerBlocks(cut_blocks(documents, length), collator)
 
@@ -160,8 +158,6 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     does not depend on the lengths.
 
     Args:
-        recipe: the run.
-        tokenizer: the model's tokenizer.
         lengths: windows to evaluate at, in tokens.
         trained_length: the pretrained window, in tokens.
 
@@ -202,10 +198,3 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
     known = in_common(scored, [document for source in sources for document in source])
     return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
-
-
-def source_names(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the sources that a run mixes, in the order of `Mixture.epochs`; often none."""
-    if recipe.mixed_windows:
-        return ("long blocks", "short blocks")
-    return tuple(recipe.data) if recipe.data_weights is not None else ()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, logits, tokens
-from cases import ALTERNATIVES, FAMILIES, TARGET, TRAINED, llama, tiny_model
+from cases import ALTERNATIVES, TARGET, TRAINED, llama, tiny_model
 
 import rope_extend as rx
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
@@ -117,6 +117,6 @@ def test_values_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "hrm_text", "hy_v4"])
 def test_layers_that_read_something_else_are_refused(name: str) -> None:
-    model = tiny_model(next(case for case in FAMILIES if case.model_type == name))
+    model = tiny_model(name)
     with pytest.raises(UnsupportedModelError, match=f"first layer, which .* in {name}; a rotary schedule"):
         rx.patch_model(model, rx.encoding("sinusoidal"))

@@ -20,7 +20,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.documents import Document
-from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check_meaning, cream, pose
+from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check_sampled, cream, pose
 from rope_extend.encodings import RopeShape, rotary_method
 from rope_extend.loss import next_token_loss
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
@@ -204,10 +204,10 @@ def test_methods_without_meaning_for_sampled_positions_are_refused(method: str, 
     """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
     encoding = rotary_method(method).for_target(SHAPE, 256)
     if message is None:
-        check_meaning("pose", encoding, SHAPE)
+        check_sampled("pose", encoding, SHAPE, tiny_llama().config, 256)
         return
     with pytest.raises(RopeExtendError, match=rf"positions pose cannot be combined with .*{message}"):
-        check_meaning("pose", encoding, SHAPE)
+        check_sampled("pose", encoding, SHAPE, tiny_llama().config, 256)
 
 
 @pytest.fixture

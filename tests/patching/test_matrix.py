@@ -55,7 +55,7 @@ LENGTH = 80
 @cache
 def model_of(model_type: str) -> PreTrainedModel:
     """The model of a family, which all checks share: each patches it and removes the patch."""
-    return tiny_model(next(case for case in FAMILIES if case.model_type == model_type))
+    return tiny_model(model_type)
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from rope_extend.training.finetune import Recipe
-from rope_extend.training.metrics import read_metrics
 
 TARGET = 128
 Action = Callable[[], None]
@@ -31,7 +32,13 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
-    return read_metrics(Path(directory) / "metrics.jsonl")
+    """The lines of a run by step. A kill cuts lines short, and of repeated ones the last one counts."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for text in Path(directory, "metrics.jsonl").read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            lines[line["step"], *line.get("perplexity", ())] = line
+    return sorted(lines.values(), key=lambda line: int(line["step"]))
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

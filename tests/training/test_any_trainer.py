@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from cases import FAMILIES as CASES
 from cases import llama, tiny_model
 from peft import LoraConfig, get_peft_model
 from runs import assert_same, metrics, tokenizer_of, weights
@@ -403,7 +402,7 @@ PADDED[0, :3] = PADDED[1, -4:] = 0
 @pytest.mark.parametrize("mask", [None, torch.ones_like(PADDED), PADDED], ids=["no mask", "ones", "padding"])
 def test_packed_documents_do_not_see_each_other(family: str, mask: torch.Tensor | None) -> None:
     """Some of these families make their masks without looking at the positions."""
-    model = tiny_model(next(case for case in CASES if case.model_type == family)).eval()
+    model = tiny_model(family).eval()
     rx.extend(model, 256, "yarn")
     with rx.chunked_loss(model):
         blocks = rx.blocks([rx.Document("one", torch.arange(3, 60))] * 3, 24, packing=True, model=model)

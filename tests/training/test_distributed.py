@@ -219,7 +219,7 @@ def test_several_processes_train_as_one(
 
 def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
     with pytest.raises(
-        RopeExtendError, match=r"split_window 2 needs 2 processes.*and 1 found each other; start torchrun"
+        RopeExtendError, match=r"split_window 2 needs 2 processes, or a multiple, not 1; start torchrun"
     ):
         finetune(replace(recipe, split_window=2))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from covering import OPTIONS
+from runs import metrics, settings
 
 from rope_extend.training.finetune import Recipe
-from rope_extend.training.metrics import read_metrics
 
 # Everything that changes the disk, and every batch, is an event; a process is killed at one of them. Each is
 # a fork of one that has loaded what a run needs and has not computed anything, which costs no start.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import datasets, matplotlib.pyplot, peft, torch
 from transformers.models.llama import modeling_llama
-from rope_extend.training import metrics, trainer
+from rope_extend.training import trainer
 from rope_extend.training.finetune import Recipe, finetune
 
 torch.set_num_threads(1)
@@ -55,14 +55,14 @@ def watch(owner, name, kill_at, file_at=None):
     setattr(owner, name, watched)
 
 
-def watch_lines(kill_at, original=metrics.Metrics._append):
-    def watched(self, line):
-        original(self, line[:9])
+def watch_lines(kill_at, original=trainer.append):
+    def watched(path, line):
+        original(path, line[:9])
         happens("in the middle of a line", kill_at)
-        with self.path.open("ab") as file:
+        with path.open("ab") as file:
             file.write(line[9:])
 
-    metrics.Metrics._append = watched
+    trainer.append = watched
 
 
 def child(recipe, kill_at, log=None):
@@ -99,12 +99,8 @@ said.write_text(json.dumps(report))
 
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path) -> Recipe:
-    return Recipe(
-        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "unused"),
-        target_length=128, steps=3, learning_rate=1e-2, warmup_steps=2, lora_rank=4, lora_dropout=0.2,
-        gradient_accumulation=2, save_every=1, gradient_checkpointing=False, positions="pose",
-        block_length=64,
-    )  # fmt: skip
+    changes = {"steps": 3, "warmup_steps": 2, "save_every": 1, "positions": "pose", "block_length": 64}
+    return Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "unused"))
 
 
 Kills = list[tuple[str, int]]
@@ -130,7 +126,6 @@ def run(recipe: Recipe, tmp_path: Path, work: Path, kills: list[Kills]) -> None:
 def outcome(directory: Path) -> dict[str, Any]:
     """All files of a run, without those that contain times."""
     checkpoints = directory / "checkpoints"
-    lines = read_metrics(directory / "metrics.jsonl")
     manifests = {
         path.parent.name: json.loads(path.read_text())["files"] for path in checkpoints.glob("*/*.json")
         if path.name == "manifest.json"
@@ -139,7 +134,7 @@ def outcome(directory: Path) -> dict[str, Any]:
         "adapter": (directory / "adapter_model.safetensors").read_bytes(),
         "metrics": [
             {k: v for k, v in line.items() if "second" not in k and k != "peak_memory_bytes"}
-            for line in lines
+            for line in metrics(directory)
         ],
         "checkpoints": sorted(path.name for path in checkpoints.iterdir()),
         "files": {

@@ -25,10 +25,10 @@ from torch.distributed.run import get_args_parser
 from rope_extend import RopeExtendError
 from rope_extend.cli.main import main, parse
 from rope_extend.cli.train import recipe_of
+from rope_extend.models.launch import check_launch
 from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.launch import check_launch
 
 TORCHRUN = {
     "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",

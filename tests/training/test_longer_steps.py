@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, tiny_llama, tiny_model
+from cases import tiny_llama, tiny_model
 from test_memory_options import step, with_adapter
 from transformers import GPTNeoXConfig, LlamaConfig
 
@@ -50,7 +50,7 @@ def ids() -> torch.Tensor:
 @torch.autocast("cpu", torch.bfloat16)
 def test_norms_in_tiles_give_the_same_bits(name: str, checkpointing: bool, ids: torch.Tensor) -> None:
     """In bfloat16. In float32, autograd adds up the three parts of a gradient in another order."""
-    model = tiny_model(next(case for case in FAMILIES if case.model_type == name))
+    model = tiny_model(name)
     adapter = in_bfloat16(model, target_modules=["down_proj", "dense_4h_to_h", "o_proj"])
     options = MemoryOptions(checkpointing)
     expected = step(adapter, options, ids)

@@ -35,10 +35,6 @@ NOT_RECOMPUTED = ("gpt_neox_japanese", "jetmoe", "blt")
 """Families without float64, and one whose embeddings transformers writes to although they are a leaf."""
 
 
-def family_named(name: str) -> Any:
-    return next(case for case in FAMILIES if case.model_type == name)
-
-
 def with_adapter(model: Any, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
     """LoRA on all linear layers, with random weights: at the usual start, half of the gradient is zero."""
     config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear", **how})
@@ -110,7 +106,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("name", SOME)
 def test_every_combination_gives_the_same_gradients(name: str, ids: torch.Tensor) -> None:
     single = name in IN_FLOAT32
-    adapter = with_adapter(tiny_model(family_named(name)), torch.float32 if single else torch.float64)
+    adapter = with_adapter(tiny_model(name), torch.float32 if single else torch.float64)
     expected = step(adapter, MemoryOptions(), ids)
     for memory_options in COMBINATIONS[1:]:
         memory_options = pullable(adapter.get_base_model(), memory_options)
@@ -279,16 +275,18 @@ def test_memory_options_leave_no_trace(ids: torch.Tensor) -> None:
 
 
 def test_options_that_a_model_does_not_support_are_refused() -> None:
-    with pytest.raises(RopeExtendError, match="does not support gradient checkpointing"):
-        apply_memory_options(tiny_model(family_named("gpt_neox_japanese")), MemoryOptions(True))
-    model = tiny_model(family_named("mixtral"))
-    with pytest.raises(RopeExtendError, match="no MLP of MixtralForCausalLM can run in tiles"):
-        apply_memory_options(model, MemoryOptions(True, 4, True))
-    assert not list(traces(model))  # the others are off too
+    for family, message in (
+        ("gpt_neox_japanese", "does not support gradient checkpointing"),
+        ("mixtral", "no MLP of MixtralForCausalLM can run in tiles"),
+    ):
+        model = tiny_model(family)
+        with pytest.raises(RopeExtendError, match=message):
+            apply_memory_options(model, MemoryOptions(True, 4, True)).__enter__()
+        assert not list(traces(model))  # the others are off too
 
 
 def test_only_token_wise_mlps_run_in_tiles() -> None:
-    found = tileable(tiny_model(family_named("deepseek_v2")))
+    found = tileable(tiny_model("deepseek_v2"))
     assert [type(module).__name__ for module in found] == ["DeepseekV2MLP"]
 
     class Shift(torch.nn.Module):

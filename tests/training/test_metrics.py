@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from transformers.integrations import integration_utils
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.metrics import Metrics, check_trackers, read_metrics
+from rope_extend.training.metrics import append, check_trackers
 from rope_extend.training.step_plan import plan
 
 
@@ -160,23 +158,9 @@ def test_evaluation_on_training_text_is_said(
     assert "on held-out text" in Path(held_out.output_dir, "README.md").read_text()
 
 
-def test_of_the_lines_of_a_repeated_step_the_last_one_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with pytest.raises(RopeExtendError, match="cannot read the metrics"):
-        read_metrics(path)
-    curve = {"step": 2, "perplexity": {"32": 3.0}, "eval_data": {"fingerprint": "a"}}
-    other = {**curve, "eval_data": {"fingerprint": "b"}}
-    lines = [
-        {"step": 1, "loss": 2.0}, {"step": 2, "skipped": 1}, curve, {"step": 3, "loss": 1.0},
-        {"step": 2, "loss": 1.5}, {**curve, "perplexity": {"32": math.inf}}, other,
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
-    assert read_metrics(path) == [lines[0], lines[4], lines[5], other, lines[3]]
-
-
 def test_a_link_in_the_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine\n")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "notes.txt")
     with pytest.raises(RopeExtendError, match=r"cannot write .*metrics.jsonl"):
-        Metrics(tmp_path / "metrics.jsonl", 0, {}, writes=True).write(1, loss=1.0)
+        append(tmp_path / "metrics.jsonl", b"1\n")
     assert (tmp_path / "notes.txt").read_text() == "mine\n"

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 from batches import tokens
-from cases import FACTOR, FAMILIES, TARGET, FamilyCase, tiny_model
+from cases import FACTOR, FAMILIES, TARGET, FamilyCase, family, tiny_model
 from tolerances import assert_same_but_rounding, logit_tolerance
 from torch import Tensor, nn
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
+from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check_sampled
 from rope_extend.loss import next_token_loss
 from rope_extend.models.families import family_for
 from rope_extend.training import model_checks
-from rope_extend.training.model_checks import check_sampled
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 
@@ -120,8 +119,8 @@ def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(
 
 
 def test_sampled_positions_are_accepted_in_windows_as_wide_as_the_target() -> None:
-    case = next(case for case in FAMILIES if case.model_type == "mistral")
+    case = family("mistral")
     for window in (127, 128):
         model = tiny_model(replace(case, config={**case.config, "sliding_window": window}))
         with pytest.raises(RopeExtendError, match="attend to 127") if window < 128 else nullcontext():
-            check_sampled("pose", 128, model)
+            check_sampled("pose", rx.encoding("none"), rx.RopeShape(16, 1e4, 32), model.config, 128)

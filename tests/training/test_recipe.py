@@ -43,7 +43,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
         target_length=draw(lengths),
         method=draw(st.sampled_from(["yarn", "linear", "none"])),
         learning_rate=draw(st.floats(1e-12, 1e6)),
-        betas=draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),
         lora_targets=draw(st.sampled_from(["attention", "all-linear"]) | several),
         train_norm_embed=draw(st.booleans()),
         eval_data=held_out,
@@ -66,8 +65,7 @@ def test_round_trip_through_dict_and_yaml(recipe: Recipe) -> None:
         ("steps", 0, "a whole number, at least 1"),
         ("learning_rate", float("nan"), "a finite number above 0"),
         ("lora_dropout", 1, "below 1"),
-        ("betas", [0.9], "two numbers"),
-        ("dora", 1, "true or false"),
+        ("train_norm_embed", 1, "true or false"),
         ("dtype", "float16", "auto, float32, bfloat16"),
         ("target_length", "32 kb", "such as 32768 or 32k"),
         ("model", "", "a path or a hub id"),
@@ -165,18 +163,19 @@ def parse(*arguments: str) -> Recipe:
 
 
 def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
-    base = Recipe.from_dict({**REQUIRED, "steps": 5, "dora": True, "eval_data": "held-out"})
+    sources = {"data": ["org/a", "org/b"], "eval_data": "held-out"}
+    base = Recipe.from_dict({**REQUIRED, **sources, "steps": 5, "train_norm_embed": True})
     file = tmp_path / "recipe.yaml"
     file.write_text(base.to_yaml())
     assert parse(str(file)) == base
     recipe = parse(
-        str(file), "--target-length", "64k", "--learning-rate", "1.0e-4", "--no-dora",
-        "--betas", "0.9,0.99", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
+        str(file), "--target-length", "64k", "--learning-rate", "1.0e-4", "--no-train-norm-embed",
+        "--data-weights", "0.3,0.7", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
         "--method-parameters", "beta_fast=16,truncate=false",
     )  # fmt: skip
     assert recipe == Recipe.from_dict({
-        **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "dora": False,
-        "betas": [0.9, 0.99], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
+        **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "train_norm_embed": False,
+        "data_weights": [0.3, 0.7], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
         "method_parameters": {"beta_fast": 16, "truncate": False},
     })  # fmt: skip
 

@@ -37,10 +37,6 @@ def recipe(**changes: Any) -> Recipe:
     )
 
 
-def family(name: str) -> FamilyCase:
-    return next(case for case in FAMILIES if case.model_type == name)
-
-
 def without_gradient(model: Any, run: Recipe, reach: TextReach | None = None) -> list[str]:
     adapter = adapted(model, run, reach).train()
     next_token_loss(adapter, torch.arange(3, 19)[None]).backward()
@@ -80,7 +76,7 @@ def test_the_dry_run_agrees_with_a_real_one(case: FamilyCase) -> None:
 def test_names_do_not_match_modules_that_only_end_like_them() -> None:
     """peft compares names in `modules_to_save` with the last characters of each path."""
     for name, wrong in (("fuyu", "vision_embed_tokens"), ("gemma3", "mm_soft_emb_norm")):
-        model = tiny_model(family(name))
+        model = tiny_model(name)
         saved = lora_config(model, recipe(train_norm_embed=True)).modules_to_save
         paths = [f"base_model.model.{path}" for path, _ in model.named_modules()]
         paths = [path for path in paths if path.endswith(tuple(saved))]
@@ -90,14 +86,13 @@ def test_names_do_not_match_modules_that_only_end_like_them() -> None:
 
 def test_an_adapter_without_these_parts_loads_again(tmp_path: Path) -> None:
     """Its config names the same modules when peft reads it: those of the adapter, no more."""
-    case = family("gemma3")
-    adapter = adapted(tiny_model(case), recipe(**EVERYTHING)).eval()
+    adapter = adapted(tiny_model("gemma3"), recipe(**EVERYTHING)).eval()
     with torch.no_grad():
         for value in adapter.parameters():
             if value.requires_grad:
                 value.add_(0.01)
         adapter.save_pretrained(tmp_path)
-        loaded = PeftModel.from_pretrained(tiny_model(case), tmp_path).eval()
+        loaded = PeftModel.from_pretrained(tiny_model("gemma3"), tmp_path).eval()
         ids = torch.arange(3, 35)[None]
         assert torch.equal(loaded(ids).logits, adapter(ids).logits)
     assert {name for name, _ in loaded.named_modules()} == {name for name, _ in adapter.named_modules()}
@@ -112,9 +107,9 @@ def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
         with pytest.raises(
             RopeExtendError, match=f"lora_targets has '{layer}', which LoRA cannot train on text"
         ):
-            lora_config(tiny_model(family(name)), recipe(lora_targets=[layer]))
+            lora_config(tiny_model(name), recipe(lora_targets=[layer]))
     partly = recipe(lora_targets=["q_proj"])
-    mllama = tiny_model(family("mllama"))
+    mllama = tiny_model("mllama")
     assert left_out(mllama, partly, text_reach(mllama)) == ["model.layers.*.cross_attn.q_proj"]
     adapter = adapted(mllama, partly)
     trained = {name for name, value in adapter.named_parameters() if value.requires_grad}

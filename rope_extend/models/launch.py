@@ -31,8 +31,7 @@ def check_launch(processes: int, environment: Mapping[str, str] = os.environ) ->
     """Refuse to run as one of several processes that did not find each other.
 
     Args:
-        processes: number of processes that found each other, as counted by `accelerate`.
-        environment: the environment variables of this process.
+        processes: number of processes that found each other.
 
     Raises:
         RopeExtendError: a launcher started more, or was asked for more; says what to do instead.
