@@ -25,7 +25,7 @@ from torch import nn
 from rope_extend.attention.foreign_splits import ring_refusal
 from rope_extend.attention.split_window import check_split
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.errors import refuse_if
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.loss import causal_lm
 from rope_extend.models.config_facts import layer_types_except_full_attention
 from rope_extend.patching import Patch
@@ -126,9 +126,12 @@ class Sharding:
             f"this model has layers of type {kinds}, and only full attention can be cut": kinds != "",
             f"{recipe.length} tokens cannot be cut into {pieces} equal pieces": recipe.length % pieces != 0,
         }
-        for reason, wrong in refusals.items():
-            refuse_if(
-                wrong,
-                f"ring attention (cp_size {self.parts}) does not work: {reason}. Use split_window "
-                f"{self.parts} instead, which shares a block under every method",
+        for reason in (reason for reason, wrong in refusals.items() if wrong):
+            setting = f"ring attention (cp_size {self.parts}) does not work: {reason}"
+            try:
+                check_split(model, self.parts)
+            except RopeExtendError as error:
+                raise RopeExtendError(f"{setting}. Nor does split_window: {error}") from None
+            raise RopeExtendError(
+                f"{setting}. Use split_window {self.parts} instead, which shares a block under every method"
             )

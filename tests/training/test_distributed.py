@@ -354,6 +354,8 @@ def test_other_settings_that_cannot_be_cut_are_refused() -> None:
     ):
         with pytest.raises(RopeExtendError, match=rf"cp_size 2\).*{reason}.*split_window 2 instead"):
             check(CUT, "yarn", model, **changes)
+    with pytest.raises(RopeExtendError, match=r"cp_size 2\).*packed.*Nor does split_window: .* 1 heads"):
+        check(CUT, "yarn", tiny_llama(num_attention_heads=1), packing="restart")
     once = Sharding(weights=True, loaded_once=True, ranks=2)
     check(once, "yarn")
     with pytest.raises(RopeExtendError, match=r"train_norm_embed .*ram_efficient_loading"):
