@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -203,7 +203,10 @@ def _check_removable(adapter: Path) -> None:
 
 
 def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:
-    """The encoding of a method for the longest length; None for the checkpoint's own."""
+    """The encoding of a method for the longest length, or for `factor` windows, as in `yarn(factor=2)`.
+
+    None for the checkpoint's own.
+    """
     if method == AS_IS:
         return None
     if method == PLAIN:
@@ -214,4 +217,8 @@ def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | N
             f"{method} has nothing to extend: the longest length, {longest}, is within the trained window of "
             f"{shape.trained_length} tokens; give a longer one, or use only the methods {AS_IS} and {PLAIN}"
         )
+    parameters = dict(named.parameters)
+    factor = parameters.pop("factor", None)
+    if isinstance(factor, (int, float)) and 1 < factor <= longest:
+        named, longest = replace(named, parameters=parameters), round(factor * shape.trained_length)
     return named.for_target(shape, longest)

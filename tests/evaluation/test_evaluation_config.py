@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import yaml
 from rope_extend.cli.main import main, parse
 from rope_extend.cli.measure import model_config
 from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import method_encoding
 from rope_extend.evaluation.evaluate import how_it_was_made
 from rope_extend.evaluation.evaluation_config import (
     LOADING,
@@ -25,6 +28,8 @@ from rope_extend.evaluation.evaluation_config import (
     StudyConfig,
 )
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"perplexity": EvaluationConfig, "retrieval": RetrievalConfig}
@@ -45,6 +50,26 @@ def test_the_example_files_hold_valid_settings(name: str, monkeypatch: pytest.Mo
     assert from_flags(EXAMPLES[name], f"{file} runs/yarn --output out --lengths 512,1k") == EXAMPLES[
         name
     ].from_yaml(file, {"adapters": ["runs/yarn"], "output": "out", "lengths": [512, 1024]})
+
+
+CODER, SMOLLM2 = RopeShape(128, 1e6, 32_768), RopeShape(64, 1e5, 8192)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/results/*.yaml")), ids=lambda file: file.stem)
+def test_the_settings_of_the_results_fit_their_models(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their runs take hours of a GPU: a method that a command refuses is found before."""
+    monkeypatch.chdir(ROOT)
+    command = re.search(r"^# .*rope-extend (\w+) ", file.read_text(), re.MULTILINE)
+    if command is None:
+        assert file.stem in ("code_corpus", "coder_corpus")  # of a tool
+    elif command[1] in ("report", "retrieve"):
+        config = (StudyConfig if command[1] == "report" else RetrievalConfig).from_yaml(file)
+        shape = CODER if file.stem.startswith("coder") else SMOLLM2
+        assert all(method_encoding(each, shape, config.lengths[-1]) is not None for each in config.methods)
+    else:
+        assert {"finetune": Recipe, "search": SearchConfig}[command[1]].from_yaml(
+            file, {"model": "m", "data": "d", "output_dir" if command[1] == "finetune" else "output": "o"}
+        )
 
 
 def test_values_from_yaml_flags_and_python_are_equal() -> None:
