@@ -115,7 +115,8 @@ class ModelConfig(Config):
     methods: Annotated[
         tuple[str, ...] | None,
         _METHODS,
-        "untrained rows: methods by name, none for plain RoPE, as-is for the checkpoint's own encoding",
+        "untrained rows: methods by name, such as yarn or yarn(factor=2), none for plain RoPE, as-is for the "
+        "checkpoint's own encoding",
     ] = None
     lengths: Annotated[
         tuple[int, ...] | None,
