@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
         lengths = sorted({window, *lengths})
     output.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = rx.load_tokenizer(args.model)
+    tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
     print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
     for empty in (True, False):  # first without weights, so that mistakes are found before they are loaded

@@ -218,8 +218,7 @@ MORE = " Train for more steps if perplexity still fell at the end of the run, or
 OPEN_YET = "Not decided yet: no row meets all three criteria at 64, but some could not be judged."
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
-    "{}. Train a control, plain RoPE on as many tokens within 32: rope-extend finetune ... --method none "
-    "--target-length 32 --block-length 32."
+    "{}. Train a control: plain RoPE, on as many tokens within 32."
 )
 
 
@@ -292,7 +291,7 @@ def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> N
         trained = verdict(result, control, same_training=False)
         assert trained.startswith(
             "Not decided: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, but "
-            "within 32 it is 9.5 % lower too, so this may be the training alone. Train a control, "
+            "within 32 it is 9.5 % lower too, so this may be the training alone. Train a control: "
             if level < 1
             else "The longer context is of no use: "
         )
