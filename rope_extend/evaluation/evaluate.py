@@ -127,12 +127,14 @@ def measure(
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
         decision = decide(measured.rows, measured.unfinished)
+        names = ", ".join(Path(document.name).name for document in measurement.documents)
+        documents = Section("Documents", notes=[f"The first that are long enough, by path: {names}."])
         if directory is not None and measured.rows and is_main_process():
             try:
                 write_report(
                     measured.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
                     lead=_lead(config, measured, decision, _public_path),
-                    end=[*_documents(measurement), how_it_was_made(config)],
+                    end=[*([documents] if names else []), how_it_was_made(config)],
                 )  # fmt: skip
             except OSError as error:
                 raise RopeExtendError(
@@ -144,12 +146,6 @@ def measure(
 
 def _public_path(name: str) -> str:
     return f"path/to/{public_name(name)}" if is_private(name) else name
-
-
-def _documents(measurement: Measurement) -> list[Part]:
-    names = [Path(document.name).name for document in measurement.documents]
-    note = f"The first that are long enough, by path: {', '.join(names)}."
-    return [Section("Documents", notes=[note])] if names else []
 
 
 def _lead(
@@ -168,7 +164,8 @@ def _lead(
         text = shlex.join([*command, "--output", "recipe.yaml"])
         heading = "Next: train. This estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
-    for row in decision.uncontrolled:
+    undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
+    for row in (row for row in measured.rows if row.label in undecided):
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
         parts.append(Code(heading, _control_command(row, shown)))
     if measured.missing:
@@ -183,16 +180,16 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     """
     adapter, window = str(row.adapter), row.trained_length or 0
     changes = ["--method", "none", "--target-length", str(window), "--block-length"]
-    start, end = [shown(row.model), *changes, str(window)], ["--output", f"{shown(adapter)}-control"]
+    begin, end = ["rope-extend", "finetune"], ["--output", f"{shown(adapter)}-control"]
     with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
         block = recipe["block_length"] or recipe["target_length"]
         if not recipe["mixed_windows"] and not recipe["method_parameters"]:
-            start = [f"{shown(adapter)}/recipe.yaml", *changes, str(min(block, window))]
-            steps = math.ceil(recipe["gradient_accumulation"] * block / min(block, window))
-            return shlex.join(["rope-extend", "finetune", *start, "--positions", "consecutive",
-                               "--gradient-accumulation", str(steps), *end])  # fmt: skip
-    return f"{shlex.join(['rope-extend', 'finetune', *start])} --data ... {shlex.join(end)}"
+            blocks = math.ceil(recipe["gradient_accumulation"] * block / min(block, window))
+            changes += [str(min(block, window)), "--gradient-accumulation", str(blocks)]
+            changes += ["--positions", "consecutive"]
+            return shlex.join([*begin, f"{shown(adapter)}/recipe.yaml", *changes, *end])
+    return f"{shlex.join([*begin, shown(row.model), *changes, str(window)])} --data ... {shlex.join(end)}"
 
 
 def how_it_was_made(config: ModelConfig) -> Code:
@@ -209,10 +206,7 @@ def how_it_was_made(config: ModelConfig) -> Code:
         each.name: values[each.name] for each in fields(config) if getattr(config, each.name) != each.default
     }
     named = {"model", "adapters", "methods", "data", "output"}
-    public_values = {
-        name: public(value) if name in named and value else value for name, value in changed.items()
-    }
-    file = yaml.safe_dump(public_values, sort_keys=False, allow_unicode=True).rstrip("\n")
-    note = "" if public_values == changed else "# Write paths in full: only their last parts are shown.\n"
-    begin = f"# rope-extend {config.command} settings.yaml\n{note}"
-    return Code("The settings that made this report", begin + file)
+    shown = {name: public(value) if name in named and value else value for name, value in changed.items()}
+    note = "" if shown == changed else "# Write paths in full: only their last parts are shown.\n"
+    file = note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip("\n")
+    return Code("The settings that made this report", f"# rope-extend {config.command} settings.yaml\n{file}")

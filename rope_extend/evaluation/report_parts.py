@@ -28,10 +28,9 @@ def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     ]
     parts: list[Part] = [*(pictures if scored else [])]
     for task in tasks:
-        if len({n for row in rows for n in row.retrieval.lengths(task)}) < 2:
-            continue  # a line has two points
         draw = partial(retrieval_maps.plot_accuracy, rows, task)
-        parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
+        if len({n for row in rows for n in row.retrieval.lengths(task)}) > 1:  # a line has two points
+            parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
     parts += table_parts(rows)
     for task in tasks:
         for row in rows:
@@ -191,11 +190,11 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "") -> li
     """
     same_weights = any(pair.first.of_same_weights for pair in comparisons)
     both, named = ["plain RoPE", "row"] if same_weights else ["before", "after"], bool(heading)
-    if not heading and len(comparisons) == 1:
-        both, named = [comparisons[0].first.label, comparisons[0].second.label], True
-        heading = f"of {both[1]}, compared with {both[0]}"
-    elif not heading:
+    if not heading:
         both, heading = ["first", "second"], "compared"
+        if named := len(comparisons) == 1:
+            both = [comparisons[0].first.label, comparisons[0].second.label]
+            heading = f"of {both[1]}, compared with {both[0]}"
     losses: list[Line] = [["", "length", *both, "ratio", "difference, nats", "95 % interval"]]
     scores: list[Line] = [["", "task", "length", *both, "points"]]
     gains = [pair for pair in comparisons if pair.beyond]

@@ -66,14 +66,12 @@ class Decision(NamedTuple):
     Attributes:
         verdicts: on each row that is compared with a cropped context; controls have none.
         train: whether no untrained row will do, and none is trained yet.
-        uncontrolled: rows with adapters that may gain by their training alone, because no control is trained.
         section: a sentence that says what to do, and a table of the criteria, if a row has a verdict.
     """
 
     verdicts: list[Verdict]
     train: bool
     section: Section
-    uncontrolled: Sequence[EvaluationRow] = ()
 
 
 def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> Decision:
@@ -100,14 +98,9 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
         f"{MOST_COST - 1:.0%} more than plain RoPE.",
     ]
     if any(UNABLE in each.found.words for each in judged):
-        notes.append(
-            "What plain RoPE cannot find within its own window says nothing of an extension. Measure another "
-            "task (--tasks), or ask your own questions (rope-extend generate)."
-        )
+        notes.append("What plain RoPE cannot find either judges no extension: try others (retrieve --tasks).")
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
-    labels = {each.label for each in judged if each.alone and each.success is None}
-    uncontrolled = [row for row in rows if row.label in labels]
-    return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence), uncontrolled)
+    return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
 
 
 def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> list[Verdict]:
@@ -151,7 +144,7 @@ def _sentence(
         return f"Not decided on {undecided[0].label}: {undecided[0].alone}.", False
     elif undecided:
         first = f"Not decided yet: no row meets all three criteria at {target}, but some could not be judged."
-    elif any(row.adapter for row in rows):
+    elif any(row.adapter and not _is_control(row) for row in rows):
         first = f"No row meets all three criteria at {target}, with or without training."
         more = " Train for more steps if perplexity still fell at the end of the run, or passkeys are missed."
     else:
@@ -218,15 +211,12 @@ def _alone(comparison: Comparison) -> str:
     window = control.window or 0
     old, new = format_length(window), format_length(change.length)
     within = comparison.second.result.ppl.get(window, math.nan) / control.ppl.get(window, math.nan)
-    also = (
-        f"but within {old} it is {_change(within)} too, so this may be the training alone"
-        if within < 1
-        else f"and within {old} it is {_change(within)}; a part of the gain may be the training alone"
-    )
-    chance = "" if change.clear else "which may be chance, "
+    but, so = ("but", " too, so") if within < 1 else ("and", ", and a part of")
     return (
         f"from {old} to {new}, perplexity of {change.documents} documents is {_change(change.ratio)} than "
-        f"before training, {chance}{also}. Train a control: plain RoPE, on as many tokens within {old}"
+        f"before training, {'' if change.clear else 'which may be chance, '}{but} within {old} it is "
+        f"{_change(within)}{so} this may be the training alone. Train a control: plain RoPE, on as many "
+        f"tokens within {old}"
     )
 
 
@@ -267,21 +257,21 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
 
     A task that plain RoPE fails within its window, where it is not clearly better, decides nothing.
     """
-    words, met, window = list[str](), list[bool | None](), row.trained_length or 0
-    plain = [each.retrieval for each in rows if each.adapter is None and not each.is_extended
-             and not each.of_same_weights]  # fmt: skip
+    found, window = list[Criterion](), row.trained_length or 0
+    plain = [each for each in rows if not (each.adapter or each.is_extended or each.of_same_weights)]
     for task in row.retrieval.tasks:
         if (rate := row.retrieval.rate(task, length)) is None:
             continue
         worst = min(scores.rate.mean for scores in row.retrieval.at(task, length))
-        words.append(f"{task} {rate}" + (f", {worst:.0%} at the worst depth" if worst < rate.mean else ""))
-        met.append(worst >= LEAST_FOUND)
-        able = next((found for each in plain if (found := each.rate(task, window))), None)
-        if not met[-1] and able and able.mean < LEAST_FOUND and able.low <= rate.high:
-            words[-1] += f"{UNABLE} {able} within {format_length(window)}"
-            met[-1] = None
-    said = "; ".join(words) or "not measured (--retrieval-lengths)"
-    return Criterion(said, False if False in met else None if None in met or not met else True)
+        words = f"{task} {rate}" + (f", {worst:.0%} at the worst depth" if worst < rate.mean else "")
+        able = next((share for each in plain if (share := each.retrieval.rate(task, window))), None)
+        if worst < LEAST_FOUND and able and able.mean < LEAST_FOUND and able.low <= rate.high:
+            found.append(Criterion(f"{words}{UNABLE} {able} within {format_length(window)}", None))
+        else:
+            found.append(Criterion(words, worst >= LEAST_FOUND))
+    met = {each.met for each in found} or {None}
+    said = "; ".join(each.words for each in found) or "not measured (--retrieval-lengths)"
+    return Criterion(said, False if False in met else None if None in met else True)
 
 
 def _cost(regression: Comparison | None) -> Criterion:

@@ -99,21 +99,19 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     A gain over a control that is too weak is no finding, nor one of training over a control without it.
     """
 
+    alone = {id(row) for row in rows if row.adapter and not controls[id(row)].adapter}
+
     def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
         gain, row = each
-        finite, proven = math.isfinite(gain.nats), not (controls[id(row)].result.is_weak or untrained(row))
-        return not (proven and finite and gain.clear and gain.nats < 0), gain.nats if finite else math.inf
-
-    def untrained(row: Any) -> bool:
-        return bool(row.adapter and not controls[id(row)].adapter)
+        finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak or id(row) in alone
+        return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
     label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
-    before = " before training" if untrained(row) else ""
-    documents = f"{gain.documents} document{'s' * (gain.documents > 1)}"
-    subtitle = f"{WITH_CROPPED}{before}; {documents}; thick line: {label}"
+    before, several = " before training" if id(row) in alone else "", "s" * (gain.documents > 1)
+    subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{several}; thick line: {label}"
     if before and gain.nats < 0:
         return row, "Perplexity by position", f"{subtitle}; a gain may be that of its training alone"
     if control.is_weak:

@@ -123,8 +123,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
             assert "1 steps, 192 tokens" in capsys.readouterr().out
     words = "--method none --target-length 32 --block-length 32 --data ... --output elsewhere-control"
     assert code.text == f"rope-extend finetune {model} {words}"
-    main([*shlex.split(COMMAND.format(model=model)), "my run", "my run-control", "--plan"])
-    rows = [*rows, cropped(0.9, "my run-control")]
+    rows.append(cropped(1.0, "my run-control"))
     assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
 
 

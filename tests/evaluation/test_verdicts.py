@@ -218,7 +218,7 @@ MORE = " Train for more steps if perplexity still fell at the end of the run, or
 OPEN_YET = "Not decided yet: no row meets all three criteria at 64, but some could not be judged."
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
-    "{}. Train a control: plain RoPE, on as many tokens within 32."
+    "{} may be the training alone. Train a control: plain RoPE, on as many tokens within 32."
 )
 
 
@@ -251,10 +251,10 @@ ALONE = (
          "No row can be judged: all are controls, or the control with a cropped context is missing."),
         # What training gives without a longer context is no success of the longer context.
         ([PLAIN, judged("run", 0.9, 1.0, "a")], [],
-         ALONE.format("but within 32 it is 9.5 % lower too, so this may be the training alone")),
+         ALONE.format("but within 32 it is 9.5 % lower too, so this")),
         ([PLAIN, judged("run", 0.9, 1.0, "a", short=1.1)], [], f"{NEITHER} The nearest is run.{MORE}"),
         ([PLAIN, judged("run", 0.9, 1.0, "a", short=1.01)], [],
-         ALONE.format("and within 32 it is 1.0 % higher; a part of the gain may be the training alone")),
+         ALONE.format("and within 32 it is 1.0 % higher, and a part of this")),
         ([PLAIN, judged("run", 0.9, 1.0, "a"), judged("yarn", 0.95, 1.0)], [],
          "Use yarn, which meets all three criteria at 64."),
         # The best row has the lowest perplexity. It need not gain most over its own control.
