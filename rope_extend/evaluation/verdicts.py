@@ -248,7 +248,7 @@ def _gain(comparison: Comparison) -> Criterion:
     if change.certain is None and (change.nats < 0 or not change.clear):
         return Criterion(f"{words}; a verdict needs at least {FEWEST_TO_DECIDE} documents", None)
     if comparison.before_training and change.nats < 0:
-        return Criterion(words, None)
+        return Criterion(f"{words}: perhaps the training alone", None)
     return Criterion(words, bool(change.certain))
 
 

@@ -155,7 +155,8 @@ HALF = "passkey 50% (27–73), 0% at the worst depth"
           (f"-9.5 %, compared with {SAME.label}", None)], None),
         # A trained row is compared with a trained control, if there is one.
         ([PLAIN, CONTROL, judged("run", 0.9, 1.0, "a")],
-         [(f"{YES}, compared with before training", None), (FOUND, True), ("-9.5 %", True)], None),
+         [(f"{YES}, compared with before training: perhaps the training alone", None), (FOUND, True),
+          ("-9.5 %", True)], None),
         ([PLAIN, CONTROL, judged("run", 1.1, 1.0, "a")],
          [(f"{NO}, compared with before training", False), (FOUND, True), ("+10.5 %", False)], False),
         ([PLAIN, cropped(1.0, "b"), judged("run", 0.9, 1.0, "a")],
