@@ -255,7 +255,7 @@ def _gain(comparison: Comparison) -> Criterion:
 def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Criterion:
     """What the row retrieves at a length, and whether it finds enough at every depth.
 
-    A task that plain RoPE fails within its window, where it is not clearly better, decides nothing.
+    A task that plain RoPE clearly fails within its window, where it is not clearly better, decides nothing.
     """
     found, window = list[Criterion](), row.trained_length or 0
     plain = [each for each in rows if not (each.adapter or each.is_extended or each.of_same_weights)]
@@ -265,7 +265,7 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
         worst = min(scores.rate.mean for scores in row.retrieval.at(task, length))
         words = f"{task} {rate}" + (f", {worst:.0%} at the worst depth" if worst < rate.mean else "")
         able = next((share for each in plain if (share := each.retrieval.rate(task, window))), None)
-        if worst < LEAST_FOUND and able and able.mean < LEAST_FOUND and able.low <= rate.high:
+        if worst < LEAST_FOUND and able and able.high < LEAST_FOUND and able.low <= rate.high:
             found.append(Criterion(f"{words}{UNABLE} {able} within {format_length(window)}", None))
         else:
             found.append(Criterion(words, worst >= LEAST_FOUND))

@@ -71,9 +71,9 @@ def cropped(level: float, adapter: str | None = None, **changes: Any) -> Evaluat
 PLAIN, CONTROL = judged("none", 1.0), cropped(1.0)
 SAME = replace(PLAIN, label=SAME_WEIGHTS)
 WEAK = replace(CONTROL, result=replace(CONTROL.result, protocol="cropped-half"))
-UNABLE, ABLE = (
-    replace(PLAIN, retrieval=RetrievalResult((Scores("passkey", 32, 0.5, (share,) * 100),)))
-    for share in (0.2, 0.89)
+UNABLE, ABLE, FEW = (
+    replace(PLAIN, retrieval=RetrievalResult((Scores("passkey", 32, 0.5, (share,) * trials),)))
+    for share, trials in ((0.2, 100), (0.83, 100), (0.8, 10))
 )
 RUN = replace(PLAIN, label="LoRA", adapter="runs/control", target_length=32)
 
@@ -128,12 +128,14 @@ HALF = "passkey 50% (27–73), 0% at the worst depth"
         # What is not measured leaves it open, but a row that fails a criterion is no success.
         ([PLAIN, CONTROL, judged("yarn", 0.9)], [(YES, True), (OPEN, None), ("-9.5 %", True)], None),
         ([PLAIN, CONTROL, judged("yarn", 1.1)], [(NO, False), (OPEN, None), ("+10.5 %", False)], False),
-        # What plain RoPE cannot do within its own window shows nothing; but a loss from 89 % to 50 % does.
+        # What plain RoPE cannot do within its own window shows nothing; but a loss from 83 % to 50 % does.
+        # Few prompts do not show that it cannot.
         ([UNABLE, CONTROL, judged("yarn", 0.9, 0.0)],
          [(YES, True), (f"{HALF}, and plain RoPE finds only 20% (13–29) within 32", None), ("-9.5 %", True)],
          None),
         ([UNABLE, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), ("-9.5 %", True)], True),
-        ([ABLE, CONTROL, judged("yarn", 0.9, 0.0)], [(YES, True), (HALF, False), ("-9.5 %", True)], False),
+        *(([some, CONTROL, judged("yarn", 0.9, 0.0)], [(YES, True), (HALF, False), ("-9.5 %", True)], False)
+          for some in (ABLE, FEW)),
         # 2.02 % more within the window is too much, and 1.98 % is not.
         *(([PLAIN, CONTROL, judged("yarn", 0.9, 1.0, short=1 + math.log(ratio))],
            [(YES, True), (FOUND, True), ("+2.0 %", met)], met)
