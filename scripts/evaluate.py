@@ -4,7 +4,8 @@ python scripts/evaluate.py MODEL TEXT... --lengths 4k,8k,16k --output evaluation
 
 MODEL is an adapter or a checkpoint of rope_extend, or any model with --method. The control is the model
 before its extension, on the same targets, with a context cropped to the window that it was trained on. The
-last line says whether the longer context is of use.
+last line says whether the longer context is of use. If MODEL was trained, that takes --control-adapter: plain
+RoPE, trained on as many tokens within the old window.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
         lengths = sorted({window, *lengths})
     output.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = rx.load_tokenizer(args.model)
+    tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
     print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
     for empty in (True, False):  # first without weights, so that mistakes are found before they are loaded
@@ -77,7 +78,13 @@ def main(args: argparse.Namespace) -> None:
     plt.legend()
     plt.savefig(output / "perplexity.svg", bbox_inches="tight")
     print(f"wrote {output / 'table.csv'} and {output / 'perplexity.svg'}")
-    print(rx.verdict(*rows.values()) if len(rows) == 2 else f"No length exceeds the window of {window}.")
+    if len(rows) < 2:
+        print(f"No length exceeds the window of {window}.")
+        return
+    same_training = bool(args.control_adapter or args.method) or Path(base) == Path(args.model).expanduser()
+    if not same_training:
+        print("The control is the model before training. For one that is trained, give --control-adapter.")
+    print(rx.verdict(*rows.values(), same_training=same_training))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ class Comparison:
         return max(self.differences, key=lambda change: change.length)
 
     @property
+    def before_training(self) -> bool:
+        """Whether the second row is trained and the first is not, so that training alone may be the gain."""
+        return self.second.adapter is not None and self.first.adapter is None
+
+    @property
     def beyond(self) -> int | None:
         """The window of the control, if the differences are on the targets beyond it; else None."""
         window, least = self.first.result.window, min((each.length for each in self.differences), default=0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -124,36 +127,69 @@ def measure(
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
         decision = decide(measured.rows, measured.unfinished)
+        names = ", ".join(Path(document.name).name for document in measurement.documents)
+        documents = Section("Documents", notes=[f"The first that are long enough, by path: {names}."])
         if directory is not None and measured.rows and is_main_process():
-            public = f"path/to/{public_name(config.model)}" if is_private(config.model) else config.model
             try:
                 write_report(
                     measured.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
-                    lead=_lead(config, measured, decision, public), end=[how_it_was_made(config)],
+                    lead=_lead(config, measured, decision, _public_path),
+                    end=[*([documents] if names else []), how_it_was_made(config)],
                 )  # fmt: skip
             except OSError as error:
                 raise RopeExtendError(
                     f"cannot write the report to {str(directory)!r}: {error}; free space on the disk, "
                     "and give resume=True: what is measured is kept"
                 ) from error
-    return replace(measured, lead=_lead(config, measured, decision, config.model))
+    return replace(measured, lead=_lead(config, measured, decision, str))
 
 
-def _lead(config: ModelConfig, measured: Measured, decision: Decision, model: str) -> list[Part]:
-    """What a report begins with: the verdict, the next command for a model of this name, what is missing."""
+def _public_path(name: str) -> str:
+    return f"path/to/{public_name(name)}" if is_private(name) else name
+
+
+def _lead(
+    config: ModelConfig, measured: Measured, decision: Decision, shown: Callable[[str], str]
+) -> list[Part]:
+    """What a report begins with: the verdict, the next command with paths as `shown`, what is missing."""
     parts = list[Part]()
     if decision.verdicts or isinstance(config, StudyConfig):
         parts.append(decision.section)
     if decision.train and isinstance(config, StudyConfig):
         assert config.target_length is not None
-        command = ["rope-extend", "advise", model, "--target-length", format_length(config.target_length)]
+        target = format_length(config.target_length)
+        command = ["rope-extend", "advise", shown(config.model), "--target-length", target]
         if config.trained_length is not None:
             command += ["--trained-length", format_length(config.trained_length)]
         text = shlex.join([*command, "--output", "recipe.yaml"])
-        parts.append(Code("What training takes on an H100, and a recipe; --gpu names another GPU", text))
+        heading = "Next: train. This estimates time and memory on an H100 (--gpu), and writes a recipe"
+        parts.append(Code(heading, text))
+    undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
+    for row in (row for row in measured.rows if row.label in undecided):
+        heading = f"Next: train a control of {row.label}, and give both adapters to this command"
+        parts.append(Code(heading, _control_command(row, shown)))
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
     return parts
+
+
+def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
+    """The command that trains plain RoPE within the old window, on as many tokens as an adapter.
+
+    The settings are those of the adapter's recipe; without one, they are for the user to fill in.
+    """
+    adapter, window = str(row.adapter), row.trained_length or 0
+    changes = ["--method", "none", "--target-length", str(window), "--block-length"]
+    begin, end = ["rope-extend", "finetune"], ["--output", f"{shown(adapter)}-control"]
+    with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
+        block = recipe["block_length"] or recipe["target_length"]
+        if not recipe["mixed_windows"] and not recipe["method_parameters"]:
+            blocks = math.ceil(recipe["gradient_accumulation"] * block / min(block, window))
+            changes += [str(min(block, window)), "--gradient-accumulation", str(blocks)]
+            changes += ["--positions", "consecutive"]
+            return shlex.join([*begin, f"{shown(adapter)}/recipe.yaml", *changes, *end])
+    return f"{shlex.join([*begin, shown(row.model), *changes, str(window)])} --data ... {shlex.join(end)}"
 
 
 def how_it_was_made(config: ModelConfig) -> Code:
@@ -170,6 +206,7 @@ def how_it_was_made(config: ModelConfig) -> Code:
         each.name: values[each.name] for each in fields(config) if getattr(config, each.name) != each.default
     }
     named = {"model", "adapters", "methods", "data", "output"}
-    changed = {name: public(value) if name in named and value else value for name, value in changed.items()}
-    file = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True).rstrip("\n")
+    shown = {name: public(value) if name in named and value else value for name, value in changed.items()}
+    note = "" if shown == changed else "# Write paths in full: only their last parts are shown.\n"
+    file = note + yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip("\n")
     return Code("The settings that made this report", f"# rope-extend {config.command} settings.yaml\n{file}")

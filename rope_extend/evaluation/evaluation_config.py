@@ -319,10 +319,12 @@ class PromptConfig(ModelConfig):
         **ModelConfig.groups,
     }
 
-    def prompts_at(self, lengths: Iterable[int], optional_length: int | None = None) -> Prompts:
-        """The prompts of these lengths."""
+    def prompts_at(self, lengths: Iterable[int], trained: int, asked: Iterable[int] | None) -> Prompts:
+        """The prompts of these lengths, and with controls of the trained window, which may not be `asked`."""
+        lengths = sorted({*lengths, trained} if self.cropped else lengths)
         how = (*depths_from(self.depths), self.trials, self.seed, self.chat)
-        return Prompts(self.tasks, tuple(sorted(lengths)), *how, optional_length) if self.tasks else Prompts()
+        optional_length = None if trained in (asked or ()) else trained
+        return Prompts(self.tasks, tuple(lengths), *how, optional_length) if self.tasks else Prompts()
 
 
 @dataclass(frozen=True)
@@ -341,8 +343,7 @@ class RetrievalConfig(PromptConfig):
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
         """Prompts of the lengths, and with controls of the trained window."""
-        optional_length = None if trained in (self.lengths or ()) else trained
-        return self.prompts_at({*lengths, trained} if self.cropped else lengths, optional_length)
+        return self.prompts_at(lengths, trained, self.lengths)
 
 
 METHODS = ("none", "yarn", "dynamic_yarn", "jet_long", "self_extend", "rerope")
@@ -362,7 +363,9 @@ class StudyConfig(PromptConfig):
     ] = None
     max_documents: Annotated[int, POSITIVE_COUNT, "number of documents; none is a success below 5"] = 8
     task_lengths: Annotated[
-        tuple[int, ...] | None, LENGTHS, "lengths of the tasks (default: target_length)"
+        tuple[int, ...] | None,
+        LENGTHS,
+        "lengths of the tasks in addition to the trained window (default: target_length)",
     ] = None
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
     control_blocks: Annotated[int, POSITIVE_COUNT, _BLOCKS] = CONTROL_BLOCKS
@@ -405,5 +408,6 @@ class StudyConfig(PromptConfig):
             object.__setattr__(self, "lengths", (*self.lengths, self.target_length))
 
     def prompts(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Prompts:
-        """Prompts of the task lengths."""
-        return self.prompts_at(self.task_lengths or ())
+        """Prompts of the task lengths, and with controls of the trained window, if that is exceeded."""
+        asked = self.task_lengths or ()
+        return self.prompts_at(asked, min(trained, max(asked)), asked)

@@ -29,7 +29,8 @@ def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
     parts: list[Part] = [*(pictures if scored else [])]
     for task in tasks:
         draw = partial(retrieval_maps.plot_accuracy, rows, task)
-        parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
+        if len({n for row in rows for n in row.retrieval.lengths(task)}) > 1:  # a line has two points
+            parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
     parts += table_parts(rows)
     for task in tasks:
         for row in rows:
@@ -76,6 +77,8 @@ def _gain_section(gains: Sequence[Comparison]) -> Section:
         "Below 1, the longer context helps. In brackets, the 95 % interval over documents.",
         "Better in: documents that are below 1 at the longest length.",
     ]
+    if alone := [gain.second.label for gain in gains if gain.before_training]:
+        notes.append(f"Not compared with a trained control, so training alone may help: {', '.join(alone)}.")
     if len(controls) > 1:
         notes += [f"The control “{label}” is that of: {', '.join(of)}." for label, of in controls.items()]
     of = "the control" if len(controls) > 1 else gains[0].first.label
@@ -180,15 +183,23 @@ def _control_note(result: PerplexityResult) -> str:
     return f"{scored}." if longest in result.levels else f"{scored}; other rows are compared on these."
 
 
-def comparison_parts(comparisons: Sequence[Comparison], heading: str = "compared") -> list[Section]:
-    """Both perplexities of each pair, their difference with its interval, and their ratio; and both rates."""
+def comparison_parts(comparisons: Sequence[Comparison], heading: str = "") -> list[Section]:
+    """Both perplexities of each pair, their difference with its interval, and their ratio; and both rates.
+
+    `heading` says with what all are compared; without it, the labels of each pair do.
+    """
     same_weights = any(pair.first.of_same_weights for pair in comparisons)
-    both = ["plain RoPE", "row"] if same_weights else ["before", "after"]
+    both, named = ["plain RoPE", "row"] if same_weights else ["before", "after"], bool(heading)
+    if not heading:
+        both, heading = ["first", "second"], "compared"
+        if named := len(comparisons) == 1:
+            both = [comparisons[0].first.label, comparisons[0].second.label]
+            heading = f"of {both[1]}, compared with {both[0]}"
     losses: list[Line] = [["", "length", *both, "ratio", "difference, nats", "95 % interval"]]
     scores: list[Line] = [["", "task", "length", *both, "points"]]
     gains = [pair for pair in comparisons if pair.beyond]
     for pair in comparisons:
-        name = pair.second.label if len({each.first.label for each in comparisons}) == 1 else pair.label
+        name = pair.second.label if named else pair.label
         for change in [] if pair.beyond else pair.differences:
             values = [number(row.result.levels.get(change.length)) for row in (pair.first, pair.second)]
             ends = [signed(change.nats), interval(change.low, change.high)]

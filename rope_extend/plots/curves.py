@@ -96,23 +96,27 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
     """The row that gains most over its control, a clear gain before all others; and that in words.
 
-    A gain over a control that is too weak is no finding.
+    A gain over a control that is too weak is no finding, nor one of training over a control without it.
     """
+
+    alone = {id(row) for row in rows if row.adapter and not controls[id(row)].adapter}
 
     def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
         gain, row = each
-        finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak
+        finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak or id(row) in alone
         return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
-    before = " before training" if row.adapter and not controls[id(row)].adapter else ""
-    subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{'s' * (gain.documents > 1)}"
+    label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
+    before, several = " before training" if id(row) in alone else "", "s" * (gain.documents > 1)
+    subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{several}; thick line: {label}"
+    if before and gain.nats < 0:
+        return row, "Perplexity by position", f"{subtitle}; a gain may be that of its training alone"
     if control.is_weak:
         return row, "Perplexity by position", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
-        label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
     return row, f"No row clearly has lower perplexity {beyond}", subtitle
 

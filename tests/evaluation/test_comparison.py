@@ -136,7 +136,7 @@ def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.C
     write_report([retrieved("none", SECOND)], tmp_path / "retrieval")
     first, second = tmp_path / "evaluation", tmp_path / "retrieval" / "results.jsonl"
     main(shlex.split(f"compare {first} {second} --output {tmp_path / 'c.md'}"))
-    assert "Retrieval compared" in capsys.readouterr().out
+    assert "Retrieval of none (retrieval), compared with none (evaluation):" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(shlex.split(f"compare {first} {second} --output {tmp_path / 'c.md'}"))
     assert "--overwrite" in capsys.readouterr().err
@@ -148,6 +148,10 @@ def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.C
     main(shlex.split(f"compare {tmp_path / 'two'} {tmp_path / 'two'} --row none --row yarn --json"))
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["first"], found["second"], found["differences"][0]["nats"]) == ("none", "yarn", 0.0)
+    main(shlex.split(f"compare {tmp_path / 'two'} {tmp_path / 'two'} --row none --row yarn"))
+    text = re.sub(" +", " ", capsys.readouterr().out)
+    assert text.startswith("Perplexity of yarn, compared with none:\n\n| | length | none | yarn | ratio | ")
+    assert "mean loss yarn minus none" in text
     with pytest.raises(SystemExit):
         main(shlex.split(f"compare {first} {tmp_path / 'nowhere'}"))
     assert "no results at" in capsys.readouterr().err

@@ -164,8 +164,19 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     plots.plot_loss_by_position([weak, better], tmp_path / "f.png")
     assert drawn.pop().axes.get_title(loc="left") == "Perplexity by position"
     # As in the verdict: without a trained control, the gain has that of training in it.
-    plots.plot_loss_by_position([control, replace(better, adapter="b")], tmp_path / "g.png")
-    assert any("context before training; 3" in text.get_text() for text in drawn.pop().axes.texts)
+    alone = replace(better, adapter="b")
+    plots.plot_loss_by_position([control, alone], tmp_path / "g.png")
+    axes = drawn.pop().axes
+    assert axes.get_title(loc="left") == "Perplexity by position"
+    (said,) = (" ".join(text.get_text().split()) for text in axes.texts if "context" in text.get_text())
+    assert said == (
+        "compared with a cropped context before training; 3 documents; thick line: better; a gain may be "
+        "that of its training alone"
+    )
+    plots.plot_loss_by_position(
+        [control, alone, replace(at("less", -0.05), label="less")], tmp_path / "h.png"
+    )
+    assert drawn.pop().axes.get_title(loc="left").startswith("less: ")
     # The row that is nearest to its control is in the picture, and one far above is named as such.
     above = replace(failed, result=replace(failed.result, block_nll=shape + 9))
     plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")

@@ -89,7 +89,7 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     """Each line of the results also has the versions of the software."""
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
-    found = RetrievalResult((Scores("passkey", 64, 0.5, (1.0, 0.0), "a"),))
+    found = RetrievalResult(tuple(Scores("passkey", n, 0.5, (1.0, 0.0), "a") for n in (32, 64)))
     one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
     alone = row("b", None, 2.0, document_nll={32: [60.0]}, document_terms={32: [31]}, lengths=(32,))
     rows += [replace(one, retrieval=found), alone]
@@ -135,8 +135,9 @@ def test_pages_and_tables_have_no_absolute_paths(rows: list[EvaluationRow], tmp_
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
     """And only its own files are: those of other people stay, and no link is followed."""
     check_measurement(tmp_path / "report")
-    found = RetrievalResult((Scores("passkey", 64, 0.5, (1.0, 0.0), "0"),))
+    found = RetrievalResult(tuple(Scores("passkey", n, 0.5, (1.0, 0.0), "0") for n in (32, 64)))
     write_report([replace(rows[0], retrieval=found)], tmp_path / "report")
+    assert (tmp_path / "report" / "accuracy_passkey.png").exists()
     (tmp_path / "report" / "accuracy_mine.png").write_text("untouched")
     before = (tmp_path / "report" / "results.jsonl").read_bytes()
     for refuse in (

@@ -6,16 +6,22 @@ import math
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_report import BASIC
+from test_verdicts import CONTROL, PLAIN, cropped, judged
 
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
+from rope_extend.evaluation.evaluate import _lead
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
+from rope_extend.evaluation.running import Measured
+from rope_extend.evaluation.verdicts import decide
 from rope_extend.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -85,6 +91,10 @@ def test_the_commands_of_a_report_run_as_printed(
     assert "written: recipe.yaml" in capsys.readouterr().out
     assert Recipe.from_yaml("recipe.yaml").target_length == 64
     assert str(tmp_path) not in Path("out1/report.html").read_text()
+    for number, shortened in enumerate((True, False)):
+        text = Path(f"out{number}/report.md").read_text()
+        assert ("# Write paths in full" in text) == shortened
+        assert "Documents:\n\n- The first that are long enough, by path: a.txt, b.txt." in text
     # A directory called `model` has the name of the one above it, and the settings are a file for a command.
     text = Path("out1/report.md").read_text()
     assert text.startswith("# mine: perplexity and retrieval by length\n")
@@ -92,6 +102,29 @@ def test_the_commands_of_a_report_run_as_printed(
     Path(settings).write_text(text[text.index(name) : text.rindex("```")].partition("\n")[2])
     main([*shlex.split(name)[1:], "--plan"])
     assert "perplexity: 3 rows" in capsys.readouterr().out
+
+
+def test_the_control_of_an_adapter_trains_on_as_many_tokens(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = "--steps 1 --warmup-steps 0 --gradient-accumulation 3 --output 'my run'"
+    run(f"finetune {{model}} --data {{data}} --target-length 64 {short}", work, tmp_path)
+    assert "1 steps, 192 tokens" in capsys.readouterr().out
+    model = str(work / "model")
+    tuned = replace(judged("run", 0.9, 1.0, "my run", target_length=64), model=model)
+    config = EvaluationConfig(model=model, adapters=("my run",))
+    for directory in ("my run", "elsewhere"):
+        rows = [PLAIN, CONTROL, replace(tuned, adapter=directory)]
+        section, code = _lead(config, Measured(rows, []), decide(rows), str)
+        assert section.lead.startswith("Not decided on run: ")
+        if directory == "my run":
+            main(shlex.split(code.text)[1:])
+            assert "1 steps, 192 tokens" in capsys.readouterr().out
+    words = "--method none --target-length 32 --block-length 32 --data ... --output elsewhere-control"
+    assert code.text == f"rope-extend finetune {model} {words}"
+    rows.append(cropped(1.0, "my run-control"))
+    assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
 
 
 def interrupt_after(count: int) -> Any:
