@@ -104,6 +104,29 @@ def sequences_per_step(length: int) -> int:
     return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
 
 
+def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[int, int, int]:
+    """Training within a window, on as many tokens as `steps` of `blocks` blocks of `length` tokens.
+
+    Returns:
+        Tokens of a block, blocks of a step, and steps. Of a length that is no multiple of the window, a step
+        gets more tokens, and the tokens of all steps differ by at most half a step.
+    """
+    inside = min(window, length)
+    count = -(-blocks * length // inside)
+    return inside, count, round(steps * blocks * length / (count * inside))
+
+
+def control_flags(fields: Mapping[str, Any], window: int) -> str:
+    """The flags with which a recipe of `fit` trains its control: without an extension, on as many tokens."""
+    length = fields.get("block_length", fields["target_length"])
+    block, count, steps = as_many_tokens(window, length, fields["gradient_accumulation"], fields["steps"])
+    inside = format_length(window)
+    flags = f"--method none --target-length {inside} --block-length {format_length(block)}"
+    flags += f" --gradient-accumulation {count} --steps {steps}"
+    flags += " --positions consecutive" if "positions" in fields else ""
+    return flags + (f" --eval-lengths {inside}" if "eval_lengths" in fields else "")
+
+
 def fit(
     fields: Mapping[str, Any], trained_length: int, gpu: Gpu
 ) -> tuple[dict[str, Any], TrainingPlan, str | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
@@ -23,9 +24,11 @@ from rope_extend.advice.describing import describe, describe_work
 from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
+from rope_extend.cli.measure import model_config
+from rope_extend.cli.train import recipe_of
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
-from rope_extend.models.locating import check_path
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
@@ -409,24 +412,82 @@ def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
         advise(tmp_path, "32k")
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 256}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_command_writes_a_recipe_that_runs(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From advice to a trained adapter, on a tiny model: the recipe is used as it was written."""
-    file = tmp_path / "recipe.yaml"
-    line = ["advise", str(work / "model"), "--target-length", "128", "--data", str(work / "data")]
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(("target", "scaling"), [(384, None), (2048, LLAMA3)])
+def test_the_commands_run_as_they_are_printed(
+    target: int, scaling: dict[str, object] | None, work: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From advice to a verdict, on a tiny model: only the long documents have another name."""
+    monkeypatch.chdir(tmp_path)
+    model, texts, file = tmp_path / "model", tmp_path / "texts", tmp_path / "recipe.yaml"
+    shutil.copytree(work / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    window = 1024 if scaling else 256  # passkeys need as much
+    config |= {"max_position_embeddings": window, **({"rope_parameters": scaling} if scaling else {})}
+    (model / "config.json").write_text(json.dumps(config))
+    texts.mkdir()
+    for text in (work / "data").iterdir():
+        (texts / text.name).write_text(8 * text.read_text())
+    line = ["advise", str(model), "--target-length", str(target), "--data", str(texts)]
     main([*line, "--output", str(file)])
-    assert f"written: {file}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"written: {file}" in said
     with pytest.raises(SystemExit) as error:
         main([*line, "--output", str(file)])
     assert error.value.code == 2
     assert "--overwrite" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    values = yaml.safe_load(file.read_text())
-    main(["finetune", str(file), "--steps", "2", "--dtype", "float32"])
-    capsys.readouterr()
-    check_path(f"./{values['output_dir']}")
-    assert rx.info(values["output_dir"]).encoding == "yarn(factor=4)"
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  rope-extend ")]
+    tokens = []
+    for command in commands:
+        words = shlex.split(command.replace("path/to/long/documents", str(texts)))[1:]
+        if words[0] == "finetune":
+            recipe = recipe_of(parse(words))
+            tokens.append(recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length)
+            small = {"--steps": 2, "--gradient-accumulation": 1, "--dtype": "float32"}
+            words += [str(word) for pair in small.items() for word in pair]
+        main([*words, "--trials", "1"] if words[0] == "retrieve" else words)
+        printed = capsys.readouterr().out
+        if words[0] == "evaluate":
+            evaluated = printed
+        if "evaluate it: " in printed:
+            given = shlex.split(printed.partition("evaluate it: rope-extend ")[2])
+            after = model_config(EvaluationConfig, parse(given))
+            assert after.data
+            assert after.output
+    assert len(tokens) == 3
+    assert tokens == pytest.approx([tokens[0]] * 3, rel=0.002)
+    recipe, control = (Recipe.from_yaml(path) for path in sorted(tmp_path.glob("runs/*/recipe.yaml"))[:2])
+    assert (recipe.method, recipe.target_length) == ("yarn", target)
+    assert (control.method, control.target_length) == ("none", window)
+    if scaling is None:
+        assert "none + LoRA at 256" in evaluated
+        assert "before training" not in evaluated
     main([*line, "--json"])
     assert json.loads(capsys.readouterr().out)["recipe_file"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({"target_length": 131_072, "gradient_accumulation": 2, "steps": 400}, "8k 8k 32 400"),
+        ({"target_length": 12_288, "gradient_accumulation": 1, "steps": 400}, "8k 8k 2 300"),
+        ({"target_length": 32_768, "block_length": 8192, "gradient_accumulation": 8, "steps": 1000,
+          "positions": "pose"}, "8k 8k 8 1000 --positions consecutive"),
+        ({"target_length": 262_144, "gradient_accumulation": 1, "steps": 400, "eval_lengths": (131_072,)},
+         "8k 8k 32 400 --eval-lengths 8k"),
+    ],
+)  # fmt: skip
+def test_the_control_is_trained_on_as_many_tokens_within_the_window(
+    fields: dict[str, Any], flags: str
+) -> None:
+    target, block, blocks, steps, *others = flags.split()
+    said = f"--method none --target-length {target} --block-length {block} --gradient-accumulation {blocks}"
+    assert " ".join([said, "--steps", steps, *others]) == advised_recipe.control_flags(fields, 8192)
+    length = fields.get("block_length", fields["target_length"])
+    assert int(blocks) * int(steps) * 8192 == fields["gradient_accumulation"] * fields["steps"] * length
