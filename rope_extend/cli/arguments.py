@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -150,6 +152,37 @@ def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
         if long:
             flags[action.dest] = long[0]
     return flags
+
+
+_NOISE = {
+    # Without a network, a faster kernel for 4 bits on a CPU is missing, whenever peft is imported.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # The row `none` is asked beyond its window on purpose.
+    "transformers.generation.stopping_criteria": "This is a friendly reminder - the current text generation",
+}
+"""The beginnings of messages of other libraries about which a user can do nothing, by their logger."""
+
+
+def hide_noise() -> None:
+    """Hide what other libraries say and a user can do nothing about."""
+    for name, text in _NOISE.items():
+        logging.getLogger(name).addFilter(partial(_is_other, text))
+    # peft uses the old name of something that transformers has renamed.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
+
+
+def _is_other(noise: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(noise)
+
+
+def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], None]) -> None:
+    """Run a script: a mistake is one sentence in the words of its flags, without a traceback."""
+    hide_noise()
+    try:
+        main(parser.parse_args())
+    except (RopeExtendError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:
