@@ -105,11 +105,9 @@ def sequences_per_step(length: int) -> int:
 
 
 def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[int, int, int]:
-    """Training within a window, on as many tokens as `steps` of `blocks` blocks of `length` tokens.
+    """Tokens of a block within a window, blocks of a step, and steps, for as many tokens to within a step.
 
-    Returns:
-        Tokens of a block, blocks of a step, and steps. Of a length that is no multiple of the window, a step
-        gets more tokens, and the tokens of all steps differ by at most half a step.
+    They replace `steps` of `blocks` blocks of `length` tokens.
     """
     inside = min(window, length)
     count = -(-blocks * length // inside)
@@ -120,11 +118,10 @@ def control_flags(fields: Mapping[str, Any], window: int) -> str:
     """The flags with which a recipe of `fit` trains its control: without an extension, on as many tokens."""
     length = fields.get("block_length", fields["target_length"])
     block, count, steps = as_many_tokens(window, length, fields["gradient_accumulation"], fields["steps"])
-    inside = format_length(window)
-    flags = f"--method none --target-length {inside} --block-length {format_length(block)}"
-    flags += f" --gradient-accumulation {count} --steps {steps}"
-    flags += " --positions consecutive" if "positions" in fields else ""
-    return flags + (f" --eval-lengths {inside}" if "eval_lengths" in fields else "")
+    lengths = f"--target-length {format_length(window)} --block-length {format_length(block)}"
+    others = " --positions consecutive" if "positions" in fields else ""
+    others += f" --eval-lengths {format_length(window)}" if "eval_lengths" in fields else ""
+    return f"--method none {lengths} --gradient-accumulation {count} --steps {steps}{others}"
 
 
 def fit(

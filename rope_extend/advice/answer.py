@@ -174,10 +174,10 @@ def _train(question: Question, gpu: Gpu, data: str | None) -> Advice:
     commands = question.measuring(["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
     if memory.fits:
-        method = "none" if question.current is None else AS_IS
+        plain = "none" if question.current is None else AS_IS
         *planned, train = _training(memory)
         control = f"{train} {control_flags(fields, question.extended)} --output {quote(f'{run}-control')}"
-        commands += (*planned, train, control, *question.measuring([method], run))
+        commands += (*planned, train, control, *question.measuring([plain], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu, no_short_blocks)

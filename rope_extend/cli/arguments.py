@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
+from functools import wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -154,26 +154,17 @@ def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
     return flags
 
 
-_NOISE = {
-    # Without a network, a faster kernel for 4 bits on a CPU is missing, whenever peft is imported.
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    # The row `none` is asked beyond its window on purpose.
-    "transformers.generation.stopping_criteria": "This is a friendly reminder - the current text generation",
-}
-"""The beginnings of messages of other libraries about which a user can do nothing, by their logger."""
-
-
 def hide_noise() -> None:
     """Hide what other libraries say and a user can do nothing about."""
-    for name, text in _NOISE.items():
-        logging.getLogger(name).addFilter(partial(_is_other, text))
-    # peft uses the old name of something that transformers has renamed.
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator")
-
-
-def _is_other(noise: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(noise)
+    noise = (
+        "Failed to load CPU gemm_4bit_forward",  # without a network, whenever peft is imported
+        "This is a friendly reminder - the current text generation",  # plain RoPE is asked beyond its window
+    )
+    for name in ("bitsandbytes.backends.cpu.ops", "transformers.generation.stopping_criteria"):
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(noise))
+    # peft uses an old name of transformers; `Trainer` pins memory also without a GPU.
+    for text in (".*is_gradient_checkpointing.* is deprecated", "'pin_memory' argument is set as true"):
+        warnings.filterwarnings("ignore", message=text)
 
 
 def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], None]) -> None:

@@ -183,14 +183,8 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     documents = rx.load_documents(texts, rx.load_tokenizer(work / "model"), min_tokens=48)
     lm = rx.load(control, base_model=str(work / "model"))
     of_control(row, lm, documents, TRAINED, 48)
-
-
-@pytest.mark.usefixtures("private_cache")
-def test_a_length_far_beyond_the_window_is_measured_untrained(
-    work: Path, scripts: Scripts, tmp_path: Path
-) -> None:
-    words = [EVALUATE, work / "model", work / "data", "--output", tmp_path]
-    said = scripts.run(*words, "--lengths", 600, "--method", "linear")  # blocks of losses of 4, and of W/16
+    far = ["--lengths", 600, "--method", "linear", "--output", tmp_path]  # blocks of losses of 4, and of W/16
+    said = scripts.run(EVALUATE, work / "model", texts, *far)
     assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
     assert "nonsense" not in said
 
