@@ -252,11 +252,12 @@ class Patch(Removable):
 
     def _log_changes(self, model_type: str, before: str, old_length: int, *, in_stock: bool) -> None:
         """Log what was replaced, and warn about limits."""
-        self._say(
-            logging.INFO if before == "default" else logging.WARNING,
-            "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
-            model_type, before, old_length, self.encoding, self.target_length, self.shape.trained_length,
-        )  # fmt: skip
+        if self.changed or old_length != self.target_length:  # not where a record says what the config says
+            self._say(
+                logging.INFO if before == "default" else logging.WARNING,
+                "%s: %s (window %d) replaced by %s (window %d, trained on %d)",
+                model_type, before, old_length, self.encoding, self.target_length, self.shape.trained_length,
+            )  # fmt: skip
         family, base = family_for(model_type), unwrap(self.model)
         layer_type = family.layer_type(base.config)
         if layer_type is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import rope_extend as rx
-from rope_extend.cli.arguments import flag_table, in_flags
+from rope_extend.cli.arguments import run_script
 from rope_extend.evaluation.output_directory import check_files
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,7 +88,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser.parse_args())
-    except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
-        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")
+    run_script(parser, main)  # prints a mistake in one sentence

@@ -4,16 +4,26 @@ python scripts/finetune.py MODEL TEXT... --target-length 32k --method yarn --out
 
 It saves a checkpoint every 50 steps. The same command with --resume continues from the latest one. At the
 end, --output holds an adapter for `rope_extend.load` and `rope-extend evaluate`.
+
+The control of the longer context is the same training within the old window: --method none, with that window
+as --target-length. The last lines say with which flags it gets as many tokens.
 """
 
 import argparse
+import json
+import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
-from rope_extend.cli.arguments import flag_table, in_flags
+from rope_extend.advice.advised_recipe import as_many_tokens
+from rope_extend.cli.arguments import run_script
+from rope_extend.data.documents import fingerprint
+from rope_extend.journal import differences
 from rope_extend.models.loading import pretrained
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,12 +40,20 @@ parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
 
 
+def extend(model: Any, args: argparse.Namespace, tokenizer: Any = None) -> rx.Patch:
+    """Extend the model; `none` leaves plain RoPE as it is, for the control."""
+    if args.method != "none":
+        return rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
+    target = rx.parse_lengths(args.target_length)[0]
+    return rx.patch_model(model, rx.encoding("none"), target_length=target, tokenizer=tokenizer)
+
+
 def main(args: argparse.Namespace) -> None:
     if min(args.steps, args.batch_size) < 1:
         parser.error("--steps and --batch-size must be at least 1")
-    output = Path(args.output)
+    output, written = Path(args.output), Path(args.output, "settings.json")
     resumes = args.resume and any(output.glob("checkpoint-*"))
-    if not resumes and output.is_dir() and any(output.iterdir()):
+    if not resumes and any(file != written for file in output.glob("*")):
         advice = ", but no checkpoint to resume" if args.resume else "; add --resume to continue that run"
         parser.error(f"{args.output} holds files{advice}, or give another --output")
     length = rx.parse_lengths(args.block_length or args.target_length)[0]
@@ -43,11 +61,15 @@ def main(args: argparse.Namespace) -> None:
 
     pretrained(AutoConfig, args.model)  # refuses an adapter, which is to be merged first
     tokenizer = rx.load_tokenizer(args.model)
-    rx.extend(rx.load_any(args.model, empty=True), args.target_length, args.method)  # finds mistakes at once
+    extend(rx.load_any(args.model, empty=True), args)  # finds mistakes at once
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
+    given = {**vars(args), "text": fingerprint(documents), "output": None, "resume": None}
+    if resumes and written.exists() and (changed := differences(json.loads(written.read_text()), given)):
+        parser.error(f"{args.output} has a run with other settings: {changed}; restore them, or give another "
+                     "--output")  # fmt: skip
 
     model = rx.load_any(args.model)
-    rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
+    patch = extend(model, args, tokenizer)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     model.print_trainable_parameters()
@@ -67,13 +89,33 @@ def main(args: argparse.Namespace) -> None:
         data_collator=default_data_collator,  # blocks have one length, and not every tokenizer can pad
         processing_class=tokenizer,  # so that checkpoints have it too
     )
+    output.mkdir(parents=True, exist_ok=True)
+    written.write_text(json.dumps(given))
     trainer.train(resume_from_checkpoint=args.resume)
     rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
-    print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")
+    print(f"saved an adapter in {args.output}")
+    if args.method != "none":
+        print_next(args, patch, length)
+
+
+def print_next(args: argparse.Namespace, patch: rx.Patch, length: int) -> None:
+    """Print how to train the control on as many tokens, and how to evaluate both."""
+    window, control, script = patch.shape.trained_length, f"{args.output}-control", Path(sys.argv[0])
+    block, batch, steps = as_many_tokens(window, length, args.batch_size, args.steps)
+    training = [
+        "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
+        "--block-length", block, "--batch-size", batch, "--steps", steps,
+        "--learning-rate", args.learning_rate, "--output", control,
+    ]  # fmt: skip
+    evaluation = [
+        "python", script.with_name("evaluate.py"), args.output, "path/to/other/documents",
+        "--lengths", f"{window},{patch.target_length}", "--control-adapter", control,
+        "--output", f"{args.output}-ppl",
+    ]  # fmt: skip
+    print("next: train its control, and compare both on other documents")
+    for words in (training, evaluation):
+        print(f"  {shlex.join(map(str, words))}")
 
 
 if __name__ == "__main__":
-    try:
-        main(parser.parse_args())
-    except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
-        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")
+    run_script(parser, main)  # prints a mistake in one sentence

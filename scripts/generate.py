@@ -10,7 +10,7 @@ import torch
 from transformers import TextStreamer
 
 import rope_extend as rx
-from rope_extend.cli.arguments import flag_table, in_flags, length
+from rope_extend.cli.arguments import length, run_script
 from rope_extend.data.sources import read_file
 from rope_extend.evaluation.prompts import encode
 
@@ -54,7 +54,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser.parse_args())
-    except (rx.RopeExtendError, OSError) as error:  # a mistake: one sentence, no traceback
-        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")
+    run_script(parser, main)  # prints a mistake in one sentence

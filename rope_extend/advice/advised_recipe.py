@@ -104,6 +104,26 @@ def sequences_per_step(length: int) -> int:
     return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
 
 
+def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[int, int, int]:
+    """Tokens of a block within a window, blocks of a step, and steps, for as many tokens to within a step.
+
+    They replace `steps` of `blocks` blocks of `length` tokens.
+    """
+    inside = min(window, length)
+    count = -(-blocks * length // inside)
+    return inside, count, round(steps * blocks * length / (count * inside))
+
+
+def control_flags(fields: Mapping[str, Any], window: int) -> str:
+    """The flags with which a recipe of `fit` trains its control: without an extension, on as many tokens."""
+    length = fields.get("block_length", fields["target_length"])
+    block, count, steps = as_many_tokens(window, length, fields["gradient_accumulation"], fields["steps"])
+    lengths = f"--target-length {format_length(window)} --block-length {format_length(block)}"
+    others = " --positions consecutive" if "positions" in fields else ""
+    others += f" --eval-lengths {format_length(window)}" if "eval_lengths" in fields else ""
+    return f"--method none {lengths} --gradient-accumulation {count} --steps {steps}{others}"
+
+
 def fit(
     fields: Mapping[str, Any], trained_length: int, gpu: Gpu
 ) -> tuple[dict[str, Any], TrainingPlan, str | None]:

@@ -9,13 +9,12 @@ from typing import Any
 
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.advised_recipe import Work, work
-from rope_extend.memory.gpus import UTILISATION, find_gpu
+from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, find_gpu
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_duration, format_length
 
 _WIDTH = 100
 _LEAST, _MOST = (f"{100 * share:.0f}" for share in UTILISATION)
-_CALCULATED = f". Calculated for {_LEAST} to {_MOST} % of the GPU's peak, without evaluations; not measured"
 
 
 def describe(advice: Advice, recipe_file: str | None = None) -> str:
@@ -58,7 +57,7 @@ def _rows(advice: Advice) -> Iterator[tuple[str, str]]:
         yield "memory", _memory(advice.memory)
     if advice.work:
         yield "training", _amount(advice.work)
-        yield "hours", f"{_hours(advice.work)}{_CALCULATED if advice.work.hours else ''}"
+        yield "time", _time(advice.work)
     for note in advice.notes:
         yield "note", note
 
@@ -75,16 +74,25 @@ def describe_work(fields: Mapping[str, Any], memory: TrainingPlan) -> str:
     small, large = (replace(find_gpu(name), count=memory.sharding.ranks) for name in ("rtx-4090", "h100"))
     least = work(fields, memory, small)
     if least is None:
-        return "hours: the operations of this family cannot be counted"
-    return f"{_amount(least)}: {_hours(least)}, {_hours(least.on(large))}{_CALCULATED}"
+        return "time: the operations of this family cannot be counted"
+    return f"{_amount(least)}: {_time(least, least.on(large))}"
 
 
 def _amount(work: Work) -> str:
     return f"{work.steps} steps, {work.tokens / 1e6:,.3g}M tokens, {work.operations:.2g} operations"
 
 
-def _hours(work: Work) -> str:
-    if work.hours is None:
-        return "name the GPU for an estimate, as in --gpu h100"
-    ends = dict.fromkeys(format_duration(3600 * hours) for hours in work.hours)
-    return f"{work.gpu} {' to '.join(ends)}"
+def _time(*works: Work) -> str:
+    """How long a training takes on each of several GPUs, and what decides that."""
+    times, bounds = list[str](), set[bool]()
+    for each in works:
+        if each.hours is None:
+            return "name the GPU for an estimate, as in --gpu h100"
+        ends = dict.fromkeys(format_duration(3600 * hours) for hours in each.hours)
+        times.append(f"{each.gpu} {' to '.join(ends)}")
+        bounds |= {3600 * hours < 1.001 * each.steps * LEAST_STEP for hours in each.hours}
+    least = f"a step is assumed to take at least {LEAST_STEP:g} s"
+    calculated = f"Calculated for {_LEAST} to {_MOST} % of the GPU's peak, without evaluations; not measured"
+    if bounds == {True}:
+        return f"{', '.join(times)}: {least}, and its operations take less. Without evaluations; not measured"
+    return f"{', '.join(times)}. {calculated}{f'; {least}' if True in bounds else ''}"

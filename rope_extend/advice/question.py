@@ -161,19 +161,20 @@ class Question:
         named, data = f"--methods {','.join(methods)}", "--data path/to/long/documents"
         evaluate, output = f"rope-extend evaluate {quote(self.model)}", run or "untrained"
         adapter = f" {quote(run)}" if run else ""
+        control = f" {quote(f'{run}-control')}" if run else ""
         what = f"{named} --lengths {window},{target}{stated}"
         perplexity = f"{data} --output {quote(output + '-perplexity')}"
         retrieve = f"rope-extend retrieve {quote(self.model)}{adapter} {what}"
         retrieve += f" --output {quote(output + '-passkeys')}"
         if self.current is None:
-            return f"{evaluate}{adapter} {what} {perplexity}", retrieve
+            return f"{evaluate}{adapter}{control} {what} {perplexity}", retrieve
         # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
-        trained = quote(f"{composed_name(self.encoding('yarn'))} + LoRA")  # the row of the run
-        pair = f"{quote(output + '-cropped')} {quote(output + '-perplexity')}"
-        cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
+        row = f"--row {quote(composed_name(self.encoding('yarn')) + ' + LoRA')}"  # also that of its control
+        cropped = quote(f"{output}-cropped")
+        how = f"--protocol cropped --window {window} --lengths {target}{stated} --no-cropped"
         return (
             f"{evaluate}{adapter} {what} --no-cropped {perplexity}",
-            f"{evaluate} {named} {cropped} --no-cropped {data} --output {quote(output + '-cropped')}",
-            f"rope-extend compare {pair} --row {methods[0]} --row {trained}",
+            f"{evaluate}{control} {named} {how} {data} --output {cropped}",
+            f"rope-extend compare {cropped} {quote(output + '-perplexity')} {row} {row}",
             retrieve,
         )

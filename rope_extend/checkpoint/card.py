@@ -47,10 +47,10 @@ _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _PARTS = re.compile(r"(.*?\n---\n\n# [^\n]*\n)(.*?)(\n## Loading\n.*)(\n## Limits\n.*)", re.DOTALL)
 """A card's front matter and title, what the model is and how it was measured, the code, and the limits."""
 _RECIPE = (
-    "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
-    "short_share",
+    "steps", "batch_size", "gradient_accumulation", "learning_rate", "block_length", "lora_rank", "positions",
+    "packing", "mixed_windows", "short_share",
 )  # fmt: skip
-"""What the card shows of a recipe, where it is not the default."""
+"""What the card shows of a recipe, where it is in use."""
 _PLAIN = (None, False, "consecutive", "none")
 
 
@@ -188,7 +188,10 @@ def _recipe(directory: Path) -> dict[str, Any]:
         logger.warning("%s is not shown in the card: %s", path, str(error)[:500])
         return {}
     settings = settings if isinstance(settings, dict) else {}
-    shown = {key: settings[key] for key in _RECIPE if settings.get(key) not in _PLAIN}
+    full, mixed = settings.get("lora_targets") == "none", settings.get("mixed_windows")
+    unused = {"lora_rank": full, "short_share": not mixed}
+    used = (key for key in _RECIPE if settings.get(key) not in _PLAIN and not unused.get(key))
+    shown = {key: settings[key] for key in used}
     data = settings.get("data")
     names = data if isinstance(data, list) else [data]
     # By aliases, lists of lists can be longer than their file.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -173,6 +175,28 @@ def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
         if long:
             flags[action.dest] = long[0]
     return flags
+
+
+def hide_noise() -> None:
+    """Hide what other libraries say and a user can do nothing about."""
+    noise = (
+        "Failed to load CPU gemm_4bit_forward",  # without a network, whenever peft is imported
+        "This is a friendly reminder - the current text generation",  # plain RoPE is asked beyond its window
+    )
+    for name in ("bitsandbytes.backends.cpu.ops", "transformers.generation.stopping_criteria"):
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(noise))
+    # peft uses an old name of transformers; `Trainer` pins memory also without a GPU.
+    for text in (".*is_gradient_checkpointing.* is deprecated", "'pin_memory' argument is set as true"):
+        warnings.filterwarnings("ignore", message=text)
+
+
+def run_script(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], None]) -> None:
+    """Run a script: a mistake is one sentence in the words of its flags, without a traceback."""
+    hide_noise()
+    try:
+        main(parser.parse_args())
+    except (RopeExtendError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: error: {in_flags(str(error), flag_table(parser))}\n")
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:

@@ -24,6 +24,7 @@ from rope_extend.cli.arguments import (
 from rope_extend.cli.arguments import methods as method_list
 from rope_extend.data.sources import read_file
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
 
@@ -104,9 +105,10 @@ def info(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({**asdict(model), "critical_pairs": critical_range(shape)}, indent=2))
         return
+    named = {"none": "none (plain RoPE)", None: "unknown to rope_extend"}
     rows = {
         "family": model.model_type,
-        "encoding": model.encoding or "unknown to rope_extend",
+        "encoding": named.get(model.encoding, model.encoding),
         "rope_parameters": model.rope_parameters,
         "trained window": f"{shape.trained_length} tokens; its config has a window of {model.window}",
         "present window": f"{model.current_length} tokens, with its present encoding",
@@ -192,6 +194,11 @@ def generate(arguments: argparse.Namespace) -> None:
     if not text.strip():
         raise RopeExtendError(f"{arguments.file} is empty; give a file with text")
     check_checkpoint(arguments.model)  # before torch is imported
+    if arguments.no_before and arguments.target_length is None and not is_adapter(Path(arguments.model)):
+        raise RopeExtendError(
+            f"{arguments.model} is not extended here, so --no-before has no answer to leave out; give "
+            "--target-length, or leave --no-before out"
+        )
 
     from transformers import AutoTokenizer
 
@@ -204,11 +211,6 @@ def generate(arguments: argparse.Namespace) -> None:
         target_length=arguments.target_length, method=arguments.method,
         trained_length=arguments.trained_length,
     )  # fmt: skip
-    if arguments.no_before and not subjects.is_extended:
-        raise RopeExtendError(
-            f"{arguments.model} is not extended here, so --no-before has no answer to leave out; give "
-            "--target-length, or leave --no-before out"
-        )
     tokenizer = pretrained(AutoTokenizer, subjects.tokenizer)
     window = subjects.window - arguments.max_new_tokens
     if window < 1:

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -25,6 +24,7 @@ from rope_extend.cli.arguments import (
     add_json,
     all_actions,
     flag_table,
+    hide_noise,
     in_flags,
     lengths,
     methods,
@@ -258,11 +258,7 @@ def _log_to_stderr() -> None:
     logger.setLevel(logging.INFO if is_main_process() else logging.ERROR)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler(sys.stderr))
-    # Without a network, bitsandbytes warns of a faster kernel for 4 bits on a CPU, whenever peft is imported.
-    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    kernels.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())
-    # peft uses the old name of something that transformers has renamed. A user can do nothing about it.
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    hide_noise()
 
 
 def _help() -> str:

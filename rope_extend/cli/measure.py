@@ -235,7 +235,7 @@ def lm_eval(arguments: argparse.Namespace) -> None:
     chunks, and scoring never holds the logits of the whole window. Requests are scored one at a time.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise RopeExtendError("lm-eval needs EleutherAI's harness: pip install 'rope_extend[lm-eval]'")
+        raise RopeExtendError("lm-eval needs EleutherAI's harness: pip install 'lm_eval[ruler,longbench]'")
     target = arguments.target_length or max(arguments.lengths, default=None)
     if arguments.method is not None and target is None:
         raise RopeExtendError(

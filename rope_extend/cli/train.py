@@ -119,7 +119,8 @@ def finetune(arguments: argparse.Namespace) -> None:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
     base = "" if recipe.full else f"{quote(recipe.model)} "
     trained = f"{base}{quote(str(result.output_dir))}"
-    print(f"evaluate it: rope-extend evaluate {trained} --data ...")
+    output = quote(f"{result.output_dir}-perplexity")
+    print(f"evaluate it: rope-extend evaluate {trained} --data path/to/long/documents --output {output}")
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -164,7 +164,8 @@ def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
     except UnicodeDecodeError as error:
         raise _no_text(path, f"{error.object[max(0, error.start - 16) : error.start + 8]!r}") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise RopeExtendError(f"cannot read {str(path)!r}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RopeExtendError(f"cannot read {str(path)!r}: {reason}") from error
 
 
 def _no_text(path: Path, found: str) -> RopeExtendError:

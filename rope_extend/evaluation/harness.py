@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness on extended models: its tasks, with our encodings and little memory.
 
-The harness is an optional package: `pip install 'rope_extend[lm-eval]'`. Importing this module needs it.
+The harness is an optional package: `pip install 'lm_eval[ruler,longbench]'`. Importing this module needs it.
 """
 
 from __future__ import annotations

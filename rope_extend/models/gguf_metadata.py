@@ -71,9 +71,7 @@ def gguf_reader(path: Path) -> Any:
     try:
         import_module("gguf")
     except ImportError as error:
-        raise RopeExtendError(
-            f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
-        ) from error
+        raise RopeExtendError(f"reading {path.name} needs the package gguf: pip install gguf") from error
     try:
         return _skipping_reader()(path)
     except Exception as error:  # the reader raises what the damage leads to

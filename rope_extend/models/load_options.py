@@ -71,9 +71,7 @@ class LoadOptions(Checked):
                 f"{process_count()} were started. Start one, or leave device_map out"
             )
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-            raise RopeExtendError(
-                f"quantize={self.quantize!r} needs bitsandbytes: pip install 'rope_extend[quantize]'"
-            )
+            raise RopeExtendError(f"quantize={self.quantize!r} needs bitsandbytes: pip install bitsandbytes")
         device = self.torch_device  # refuses a device that does not exist
         if self.attention not in (None, "sdpa", "eager") and device.type != "cuda":
             raise RopeExtendError(

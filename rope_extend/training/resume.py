@@ -137,7 +137,7 @@ def newest_intact(directory: Path) -> Path | None:
     if reasons:
         raise RopeExtendError(
             f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start a new run in another "
-            "output_dir"
+            "directory"
         )
     return None
 
@@ -157,7 +157,7 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
         for name in [] if overwrite else present:
             raise RopeExtendError(
                 f"{directory} already holds a run or a checkpoint ({name}); resume=True continues it, "
-                "overwrite=True replaces it, or choose another output_dir"
+                "overwrite=True replaces it, or choose another directory"
             )
         return None
     checkpoint = newest_intact(directory / CHECKPOINTS)
@@ -166,7 +166,7 @@ def starting_point(directory: Path, recipe: Recipe, resume: bool, overwrite: boo
     elif finished:  # such as the adapter of a run whose checkpoints were deleted
         raise RopeExtendError(
             f"nothing to resume: {directory} holds {finished[0]}, but no step of a run, so training would "
-            "start at step 0 and replace it; choose another output_dir, or use overwrite=True"
+            "start at step 0 and replace it; choose another directory, or use overwrite=True"
         )
     else:  # killed before its first checkpoint, or before its directory was there
         logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
@@ -192,7 +192,7 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
         prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
-        raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
+        raise RopeExtendError(f"cannot write to {directory}: {error}") from error
 
 
 def publish_checkpoint(
@@ -266,7 +266,7 @@ def check_continues(before: RunState, now: RunState) -> None:
         raise RopeExtendError(
             f"cannot resume: what is given differs from that of the run in {changed}. Restore it, and launch "
             "as many processes with the same cp_size or split_window, or start a new run in another "
-            f"output_dir. Of the recipe, only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
+            f"directory. Of the recipe, only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
     steps = now.recipe["steps"]
     refuse_if(

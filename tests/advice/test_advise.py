@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
@@ -17,15 +19,17 @@ import rope_extend as rx
 from rope_extend.advice import advice as advising
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.advice import Advice
-from rope_extend.advice.advised_recipe import STEPS
+from rope_extend.advice.advised_recipe import STEPS, control_flags
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe, describe_work
 from rope_extend.advice.question import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
+from rope_extend.cli.measure import model_config
+from rope_extend.cli.train import recipe_of
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
-from rope_extend.models.locating import check_path
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
@@ -330,21 +334,10 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     assert (advice.recipe["steps"], advice.recipe["gradient_accumulation"]) == (STEPS, 1)
     (tmp_path / "recipe.yaml").write_text(advice.recipe_yaml())
     assert Recipe.from_yaml(tmp_path / "recipe.yaml").start == start
-    measuring = [command for command in advice.commands if "finetune" not in command]
-    methods = "as-is" if start == "current" else "none"
-    for command in measuring:
-        words = shlex.split(command)
-        assert parse(words[1:])
-        if words[1] == "compare":  # the control, and the trained row: stock has no such yarn
-            assert words[4:] == ["--row", "as-is", "--row", "longrope + LoRA"]
-            continue
-        assert words[words.index("--methods") + 1] == methods
-    notes = " ".join(advice.notes)
-    if start == "current":
-        assert sum("--protocol cropped --window 128k" in command for command in measuring) == 1
-        assert "The control is as-is" in notes
-    else:
-        assert "`none` is plain RoPE" in notes
+    measuring, own = advice.commands[3:], start == "current"
+    assert sum("--protocol cropped --window 128k" in command for command in measuring) == own
+    assert sum(f"--methods {'as-is' if own else 'none'}" in command for command in measuring) == 2 + own
+    assert ("The control is as-is" if own else "`none` is plain RoPE") in " ".join(advice.notes)
 
 
 @pytest.mark.parametrize(
@@ -410,23 +403,68 @@ def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_recipe_that_runs(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From advice to a trained adapter, on a tiny model: the recipe is used as it was written."""
-    file = tmp_path / "recipe.yaml"
-    line = ["advise", str(work / "model"), "--target-length", "128", "--data", str(work / "data")]
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(("target", "window"), [(384, 256), (2048, 1024)])  # passkeys need 256
+def test_the_commands_run_as_they_are_printed(
+    target: int, window: int, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """From advice to a verdict, on tiny models: only the long documents have another name."""
+    monkeypatch.chdir(tmp_path)
+    model, texts, file = tmp_path / "model", tmp_path / "texts", tmp_path / "recipe.yaml"
+    shutil.copytree(work / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    if window == 1024:
+        scaling = {"factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+        config["rope_parameters"] = {**CONFIGS["llama31-8b"]["rope_scaling"], **scaling}
+    config["max_position_embeddings"] = window
+    (model / "config.json").write_text(json.dumps(config))
+    texts.mkdir()
+    for text in (work / "data").iterdir():
+        (texts / text.name).write_text(8 * text.read_text())
+    line = ["advise", str(model), "--target-length", str(target), "--data", str(texts)]
     main([*line, "--output", str(file)])
-    assert f"written: {file}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"written: {file}" in said
     with pytest.raises(SystemExit) as error:
         main([*line, "--output", str(file)])
     assert error.value.code == 2
     assert "--overwrite" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    values = yaml.safe_load(file.read_text())
-    main(["finetune", str(file), "--steps", "2", "--dtype", "float32"])
-    capsys.readouterr()
-    check_path(f"./{values['output_dir']}")
-    assert rx.info(values["output_dir"]).encoding == "yarn(factor=4)"
+    commands = [line.strip() for line in said.splitlines() if line.startswith("  rope-extend ")]
+    tokens, printed = [], ""
+    for command in commands:
+        words = shlex.split(command.replace("path/to/long/documents", str(texts)))[1:]
+        if words[0] == "finetune":
+            recipe = recipe_of(parse(words))
+            tokens.append(recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length)
+            words += ["--steps", "2", "--gradient-accumulation", "1", "--dtype", "float32"]
+        main([*words, "--trials", "1"] if words[0] == "retrieve" else words)
+        printed += capsys.readouterr().out
+    for after in re.findall("evaluate it: rope-extend (.*)", printed):
+        config = model_config(EvaluationConfig, parse(shlex.split(after)))
+        assert config.data
+        assert config.output
+    assert tokens == pytest.approx([tokens[0]] * 3, rel=0.002)
+    recipe, control = (Recipe.from_yaml(path) for path in sorted(tmp_path.glob("runs/*/recipe.yaml"))[:2])
+    assert (recipe.method, recipe.target_length) == ("yarn", target)
+    assert (control.method, control.target_length) == ("none", window)
+    assert ("none + LoRA at 256" in printed) == (window == 256)
+    assert "before training" not in printed
     main([*line, "--json"])
     assert json.loads(capsys.readouterr().out)["recipe_file"] is None
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks", "more", "said"),
+    [
+        (131_072, 2, {}, "32 --steps 400"), (12_288, 1, {}, "2 --steps 300"),
+        (8192, 8, {"target_length": 32_768, "positions": "pose"}, "8 --steps 400 --positions consecutive"),
+        (262_144, 1, {"eval_lengths": (131_072,)}, "32 --steps 400 --eval-lengths 8k"),
+    ],
+)  # fmt: skip
+def test_the_control_has_as_many_tokens(length: int, blocks: int, more: dict[str, Any], said: str) -> None:
+    lengths = {"target_length": length, "block_length": length, **more}
+    flags = control_flags({"gradient_accumulation": blocks, "steps": 400, **lengths}, 8192)
+    assert flags == f"--method none --target-length 8k --block-length 8k --gradient-accumulation {said}"
+    count, steps = (int(word) for word in said.split()[:3:2])
+    assert count * steps * 8192 == blocks * 400 * length

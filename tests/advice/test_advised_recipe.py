@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from known_models import a_plan, write_config
 
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.answer import advise
-from rope_extend.advice.describing import _hours
+from rope_extend.advice.describing import _time
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory.gpus import LEAST_STEP
+from rope_extend.memory.gpus import LEAST_STEP, find_gpu
 from rope_extend.training.memory_options import MemoryOptions
 from rope_extend.training.recipe import Recipe
 
@@ -32,7 +33,11 @@ def test_tokens_do_not_grow_with_the_window(
     # With one operation for each token, what counts is the least time of a step.
     assert work.hours == pytest.approx((steps * LEAST_STEP / 3600,) * 2)
     if window == 32_768:
-        assert _hours(work) == "H100 40 s"
+        said = "H100 40 s: a step is assumed to take at least 0.1 s, and its operations take less"
+        assert _time(work).startswith(said)
+        long, short = (replace(work, operations=n).on(find_gpu("rtx-4090")) for n in (1e18, 2.5e15))
+        assert _time(long).endswith("; not measured")
+        assert _time(work, short).endswith("; a step is assumed to take at least 0.1 s")
         values = {"model": "m", "data": "d", "output_dir": "o", "target_length": window}
         assert Recipe.from_dict(values).steps == steps  # what a bare `finetune` takes
     if 32_768 <= window <= 524_288:

@@ -184,7 +184,8 @@ def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     rx.finetune(recipe)
     text = (tmp_path / "run" / CARD_NAME).read_text()
     assert "| data | `a.txt` (a local path) |" in text
-    assert "steps 1, " in text
+    facts = "steps 1, batch_size 1, gradient_accumulation 8, learning_rate 0.0002, lora_rank 2"
+    assert f"| training | {facts} |" in text
     assert "After training, on held-out text" in text
     rx.merge(tmp_path / "run", tmp_path / "merged")
     assert "| data | `a.txt` (a local path) |" in (tmp_path / "merged" / CARD_NAME).read_text()
@@ -209,8 +210,10 @@ def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:
         "C:\\secret\\corpus",
         "../secret/corpus",
     ):
-        (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": data}))
+        full = {"lora_targets": "none", "lora_rank": 16, "mixed_windows": True, "short_share": 0.5}
+        (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": data, **full}))
         text = model_card(adapter)
+        assert "| training | mixed_windows True, short_share 0.5 |" in text
         assert "secret" not in text
         assert "clients" not in text
         assert str(tmp_path) not in text

@@ -154,8 +154,8 @@ OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 @pytest.mark.parametrize(
     ("make", "message", "check_base"),
     [
-        (lambda: llama(head_dim=32), "the checkpoint is of a model with RopeShape", True),
-        (lambda: llama(**OTHER_THETA), "is of a model with RopeShape", True),
+        (lambda: llama(head_dim=32), "the checkpoint is of a model with a window of 32 tokens, base", True),
+        (lambda: llama(**OTHER_THETA), "10000 and 16 rotated channels, but this one has", True),
         (mistral, "was recorded as a llama model, but this one is mistral", True),
         (lambda: llama(hidden_size=64, head_dim=16), r"was trained on .* has other weights", True),
         (lambda: llama(num_hidden_layers=3), r"was trained on .* has other weights", True),

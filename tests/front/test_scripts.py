@@ -7,6 +7,7 @@ import csv
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 import rope_extend as rx
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.resume import checkpoints, read_state
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 FINETUNE, EVALUATE, GENERATE = (str(Path(__file__).parents[2] / "scripts" / f"{name}.py")
@@ -83,7 +85,7 @@ MISTAKES = {
     "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
     "no documents": (f"{EVALUATE} MODEL DATA --lengths 64 --documents 0", "--documents must be at least 1"),
     "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
-    "a file": (f"{GENERATE} MODEL DATA/b", "cannot read"),
+    "a file": (f"{GENERATE} MODEL DATA/b", "b': No such file or directory"),
     "no answer": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 0", "not a length in tokens: '0'"),
     "no room": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 2k", "no room in a window of 32 tokens"),
     "no window": (f"{GENERATE} MODEL DATA/a.txt --method yarn", "belong together"),
@@ -161,22 +163,34 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
 
 
 @pytest.mark.usefixtures("private_cache")
-def test_the_control_may_have_the_same_training(
-    work: Path, plain_adapters: list[str], scripts: Scripts, tmp_path: Path
+def test_the_printed_commands_train_and_evaluate_the_control(
+    work: Path, scripts: Scripts, tmp_path: Path
 ) -> None:
-    control, words = plain_adapters[0], [EVALUATE, work / "model", work / "data", "--output", tmp_path]
-    said = scripts.run(*words, "--lengths", 600, "--method", "linear")  # blocks of losses of 4, and of W/16
+    """Plain RoPE in the old window, on as many tokens. Only documents to evaluate on get another name."""
+    run, texts = tmp_path / "run", work / "data"
+    words = ["--target-length", 48, "--batch-size", 2, "--steps", 4, "--output", run]
+    printed = scripts.run(FINETUNE, work / "model", texts, *words).splitlines()[-2:]
+    training, evaluation = (shlex.split(line.replace("path/to/other/documents", str(texts)))
+                            for line in printed)  # fmt: skip
+    assert f"blocks of {TRAINED} tokens" in scripts.run(*training[1:])
+    control = Path(f"{run}-control")
+    assert rx.info(control).encoding == "none"
+    other = scripts.fail(*training[1:], "--resume", "--steps", 9, "--learning-rate", 1e-3)
+    assert "other settings: steps (4 there, 9 here), learning_rate (0.0002 there, 0.001 here); res" in other
+    tokens = [read_state(checkpoints(each)[-1]).tokens for each in (run, control)]
+    assert tokens == [2 * 4 * 48] * 2
+    compared = scripts.run(*evaluation[1:])
+    row = list(csv.reader((tmp_path / "run-ppl" / "table.csv").open()))[-1]
+    assert row[0] == f"{control.name}, context cropped to {TRAINED}"
+    documents = rx.load_documents(texts, rx.load_tokenizer(work / "model"), min_tokens=48)
+    lm = rx.load(control, base_model=str(work / "model"))
+    of_control(row, lm, documents, TRAINED, 48)
+    far = ["--lengths", 600, "--method", "linear", "--output", tmp_path]  # blocks of losses of 4, and of W/16
+    said = scripts.run(EVALUATE, work / "model", texts, *far)
     assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
     assert "nonsense" not in said
-    words.append("--overwrite")
-    scripts.run(*words, "--lengths", 64, "--method", "linear", "--control-adapter", control)
-    row = list(csv.reader((tmp_path / "table.csv").open()))[-1]
-    assert row[0] == f"{Path(control).name}, context cropped to {TRAINED}"
-    documents = rx.load_documents(work / "data", rx.load_tokenizer(work / "model"), min_tokens=64)
-    of_control([row[0], row[-1]], rx.load(control, base_model=str(work / "model")), documents, 64)
-    words[1:2] = [plain_adapters[1], "--base-model", work / "model"]
-    trained = [scripts.run(*words, "--lengths", 64, *more) for more in ([], ["--control-adapter", control])]
-    assert ["before training" in each for each in trained] == [True, False]
+    alone = scripts.run(EVALUATE, run, texts, "--lengths", 48, "--output", tmp_path / "alone")
+    assert ["before training" in each for each in (alone, compared)] == [True, False]
 
 
 @pytest.mark.parametrize(("gpus", "where"), [(0, {}), (1, {"": torch.device("cuda:0")}), (2, "auto")])

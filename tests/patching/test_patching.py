@@ -270,6 +270,15 @@ def test_what_is_replaced_is_said_once_for_each_method(
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", said[0])]
 
 
+def test_a_record_that_repeats_the_config_replaces_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(rope_parameters=dict(ALREADY_SCALED["yarn"]), max_position_embeddings=4 * TRAINED)
+    with caplog.at_level(logging.INFO, "rope_extend"):
+        rx.patch_model(model, rx.encoding("yarn", factor=4.0), target_length=4 * TRAINED)
+        assert not caplog.messages
+        rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET)
+        assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize("rope_type", sorted(ALREADY_SCALED))
 def test_scaling_that_the_checkpoint_carries_is_replaced_knowingly(
     rope_type: str, caplog: pytest.LogCaptureFixture

@@ -48,6 +48,10 @@ class RopeShape(Checked):
         if self.dim % 2:
             raise RopeExtendError(f"RopeShape: dim must be an even number of channels, got {self.dim}")
 
+    def __str__(self) -> str:
+        window, channels = f"a window of {self.trained_length} tokens", f"{self.dim} rotated channels"
+        return f"{window}, base {self.theta:g} and {channels}"
+
     @property
     def exponents(self) -> Tensor:
         """`2i/dim` for each channel pair i, `[dim/2]` float64."""
