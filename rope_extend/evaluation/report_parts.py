@@ -146,7 +146,8 @@ def _origins(rows: Sequence[EvaluationRow]) -> Section:
 
 
 def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
-    first, trained = rows[0].result, rows[0].trained_length
+    first = next((row.result for row in rows if not row.cropped), rows[0].result)  # a control says its own
+    trained = rows[0].trained_length
     rule = PROTOCOLS[first.protocol]
     weighted = "" if rule.average == "window" else ", token-weighted"
     words = "".join(f", {key} {value}" for key, value in first.settings.items() if key != "window")

@@ -259,6 +259,10 @@ def test_the_tables_of_the_results_are_those_of_their_cells(name: str) -> None:
     assert lines <= {*(DOCS / "results.md").read_text().splitlines()}
 
 
+def test_a_control_that_comes_first_does_not_name_the_protocol_of_the_other_rows() -> None:
+    assert any("Protocol prefix. " in note for table in measured("books") for note in table.notes)
+
+
 def test_the_table_of_the_readme_is_that_of_its_cells() -> None:
     levels = {line[0]: line[1:] for line in measured("code_32k")[0].lines}
     text = (DOCS.parent / "README.md").read_text()
