@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from cases import FAMILIES, TRAINED, tiny_config
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
 
@@ -249,7 +250,7 @@ def test_a_training_that_does_not_fit_gets_no_recipe(
     assert "there is no recipe, because no step fits the GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("engine", "method"), [(None, "dynamic_yarn"), ("sglang", "yarn")])
+@pytest.mark.parametrize(("engine", "method"), [(None, "jet_long"), ("sglang", "yarn")])
 def test_up_to_twice_the_window_an_untrained_method_comes_first(
     engine: str | None, method: str, tmp_path: Path
 ) -> None:
@@ -260,6 +261,12 @@ def test_up_to_twice_the_window_an_untrained_method_comes_first(
     text = describe(advice)
     assert all(line in text for line in advice.serving)
     assert ("serve, after the training" in text) == (engine is not None)
+
+
+def test_where_no_method_acts_inside_attention_the_untrained_one_has_tables(tmp_path: Path) -> None:
+    (case,) = (case for case in FAMILIES if case.model_type == "gpt_neox_japanese")
+    tiny_config(case).save_pretrained(tmp_path)
+    assert advise(tmp_path, 2 * TRAINED).untrained_method == "dynamic_yarn"
 
 
 @pytest.mark.slow
