@@ -256,8 +256,8 @@ def check_continues(before: RunState, now: RunState) -> None:
     updated = before.model.get(VERSION) != now.model.get(VERSION)
 
     def compared(state: RunState) -> Identity:
-        recipe = _EARLIER | state.recipe
-        values = {name: recipe[name] for name in recipe.keys() - MAY_CHANGE - {"log_every", "max_skipped"}}
+        recipe, free = _EARLIER | state.recipe, MAY_CHANGE | {"log_every", "max_skipped"}
+        values = {name: value for name, value in recipe.items() if name not in free}
         if now.data:
             parts = {"processes": state.processes, "parts of a sequence": state.parts}
             values |= {"documents": state.data, **parts}
