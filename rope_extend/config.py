@@ -180,11 +180,10 @@ class Config(Checked):
         required = {
             item.name: item.default is MISSING and item.default_factory is MISSING for item in fields(cls)
         }
-        for key in values:
-            if key not in required:
-                near = difflib.get_close_matches(str(key), required, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(required)}"
-                raise RopeExtendError(f"{cls.label}: unknown key {key!r}. {hint}")
+        if unknown := [key for key in values if key not in required]:
+            near = difflib.get_close_matches(str(unknown[0]), required, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Leave it out. Known: {', '.join(required)}"
+            raise RopeExtendError(f"{cls.label}: unknown key {', '.join(map(repr, unknown))}. {hint}")
         missing = [name for name in required if required[name] and name not in values]
         if missing:
             flags = ", ".join(map(cls.flag_name, missing))

@@ -250,7 +250,10 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         return count if split is None else count // split.processes.size
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """As in `Trainer`; a step begins here."""
+        """As in `Trainer`; a step begins here, unless the run that is resumed has done its last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
         self._started = time.perf_counter()
         self._total: torch.Tensor | float = 0.0
         batches, items = super().get_batch_samples(*args, **options)
