@@ -48,8 +48,6 @@ MAY_CHANGE = frozenset({
 
 A base model may have moved: its weights and dtype are compared.
 """
-_EARLIER = {"betas": [0.9, 0.95], "weight_decay": 0.0, "max_grad_norm": 1.0, "dora": False, "rslora": False}
-"""Fields of recipes of earlier versions, with the values of every run now; `log_every` changed no step."""
 VERSION = "transformers"
 """The name of transformers' version in `RunState.model`."""
 
@@ -106,8 +104,7 @@ def damage(checkpoint: Path) -> str | None:
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
         for name, expected in listed.items():
-            digest = expected["sha256"] if isinstance(expected, dict) else expected  # of an earlier version
-            if sha256(checkpoint / name) != digest:
+            if sha256(checkpoint / name) != expected:
                 return f"{name} has changed since it was written (another SHA-256)"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
@@ -256,8 +253,7 @@ def check_continues(before: RunState, now: RunState) -> None:
     updated = before.model.get(VERSION) != now.model.get(VERSION)
 
     def compared(state: RunState) -> Identity:
-        recipe, free = _EARLIER | state.recipe, MAY_CHANGE | {"log_every", "max_skipped"}
-        values = {name: value for name, value in recipe.items() if name not in free}
+        values = {name: value for name, value in state.recipe.items() if name not in MAY_CHANGE}
         if now.data:
             parts = {"processes": state.processes, "parts of a sequence": state.parts}
             values |= {"documents": state.data, **parts}

@@ -86,7 +86,7 @@ def test_an_unknown_key_is_refused_with_the_nearest() -> None:
         Recipe.from_dict({**REQUIRED, "learning_rte": 1e-4})
 
 
-def test_all_keys_of_an_earlier_version_are_named_at_once() -> None:
+def test_all_unknown_keys_are_named_at_once() -> None:
     with pytest.raises(RopeExtendError, match=r"key 'betas', 'log_every'\. Leave it out\. Known: model,"):
         Recipe.from_dict({**REQUIRED, "betas": [0.9, 0.95], "log_every": 1})
 
