@@ -116,9 +116,10 @@ def plan_forward(
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
-    progress: bool = False,
 ) -> ForwardPlan | None:
     """Estimate the memory and time of windows of these lengths.
+
+    Long windows that do not fit take minutes of dry runs, so the main process shows their number.
 
     Args:
         empty: the model on the meta device, if it exists already; of a checkpoint only the config is read.
@@ -127,7 +128,6 @@ def plan_forward(
         adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
-        progress: count dry runs on the main process; long windows that do not fit take minutes of them.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -150,8 +150,7 @@ def plan_forward(
 
     def estimate() -> ForwardPlan:
         budget = Budget.of(load_options, max(load_options.split_window, process_count()))
-        shown = progress and is_main_process()
-        with progress_bar(shown=shown, unit=" dry runs", desc="estimating memory", leave=False) as bar:
+        with progress_bar(shown=is_main_process(), unit=" dry runs", desc="estimating memory", leave=False) as bar:
             estimator = ForwardEstimator(
                 lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()],
                 done=bar.update,
