@@ -111,23 +111,21 @@ def plan_forward(
     *,
     load_options: LoadOptions,
     empty: nn.Module | None = None,
-    encodings: Sequence[Encoding | None] = (None,),
-    adapters: Sequence[tuple[Path, Encoding]] = (),
+    encodings: Sequence[Encoding | tuple[Path, Encoding] | None] = (None,),
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
+    progress: bool = False,
 ) -> ForwardPlan | None:
     """Estimate the memory and time of windows of these lengths.
-
-    Long windows that do not fit take minutes of dry runs, so the main process shows their number.
 
     Args:
         empty: the model on the meta device, if it exists already; of a checkpoint only the config is read.
         encodings: the encodings that will be used; the one that needs most memory counts. None stands for the
-            checkpoint's own.
-        adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
+            checkpoint's own, and that of an adapter comes with its directory.
         chunk: tokens that are processed at a time; by default as many as there is memory for.
         batched: whether short windows are batched.
+        progress: count dry runs on the main process; long windows that do not fit take minutes of them.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -135,11 +133,14 @@ def plan_forward(
     sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
     weights = weight_bytes(model, lm, load_options)
-    changes: list[tuple[Encoding | None, Any]] = [(encoding, None) for encoding in encodings]
-    if adapters:
-        from peft import PeftConfig
+    changes: list[tuple[Encoding | None, Any]] = []
+    for each in encodings:
+        if isinstance(each, tuple):
+            from peft import PeftConfig
 
-        changes += [(encoding, PeftConfig.from_pretrained(str(adapter))) for adapter, encoding in adapters]
+            changes.append((each[1], PeftConfig.from_pretrained(str(each[0]))))
+        else:
+            changes.append((each, None))
     setups = {  # one of each kind: others need the same memory
         (*_memory_class(encoding), repr(config)): partial(
             _changed, lm, encoding, config, trained_length, load_options.split_window
@@ -150,7 +151,8 @@ def plan_forward(
 
     def estimate() -> ForwardPlan:
         budget = Budget.of(load_options, max(load_options.split_window, process_count()))
-        with progress_bar(shown=is_main_process(), unit=" dry runs", desc="estimating memory", leave=False) as bar:
+        shown = progress and is_main_process()
+        with progress_bar(shown=shown, unit=" dry runs", desc="estimating memory", leave=False) as bar:
             estimator = ForwardEstimator(
                 lm, budget, weights=weights, batch_tokens=batch_tokens, setups=[*setups.values()],
                 done=bar.update,

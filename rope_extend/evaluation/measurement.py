@@ -50,7 +50,7 @@ class Measurement:
     Args:
         config: what to measure, and how.
         texts: read the documents and write the prompts. Without them only an estimate can be made.
-        progress: show the estimate, and how many prompts are written.
+        progress: show the estimate, with the number of its dry runs, and how many prompts are written.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Measurement:
             if row.record is None:
                 with quiet_patching(), candidates.prepared(candidates.empty, row):
                     check_split(candidates.empty, config.split_window)
-        self.plan = self._plan()
+        self.plan = self._plan(progress)
         if self.plan is not None and texts:
             self.plan.check()
             if progress:  # before prompts are written, which may take long
@@ -110,7 +110,7 @@ class Measurement:
         passes = [self.lengths[-1]] if rule.nested else self.lengths
         return {row.label: passes for row in candidates.rows}
 
-    def _plan(self) -> ForwardPlan | None:
+    def _plan(self, progress: bool) -> ForwardPlan | None:
         """The memory and time of windows of every length that occurs; None for a family without estimates."""
         candidates, config = self.candidates, self.config
         trained = [(Path(row.source), row.record.encoding) for row in candidates.rows if row.record]
@@ -120,11 +120,11 @@ class Measurement:
             self.lengths,
             load_options=candidates.load_options,
             empty=candidates.empty,
-            encodings=[None, *(row.encoding for row in untrained if row.encoding is not None)],
-            adapters=trained,
+            encodings=[None, *(row.encoding for row in untrained if row.encoding is not None), *trained],
             trained_length=self.trained,
             chunk=config.chunk,
             batched=self.crops or not self.rule.nested,
+            progress=progress,
         )
 
     def _documents(self) -> list[Document]:

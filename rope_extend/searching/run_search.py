@@ -59,7 +59,7 @@ def search(
         config: what to search, and how.
         resume: resume an interrupted search in the output directory.
         overwrite: replace a search in the output directory.
-        progress: show a progress bar.
+        progress: show progress bars.
 
     Raises:
         RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
@@ -71,7 +71,7 @@ def search(
     if process_count() > 1:
         raise RopeExtendError("search runs in one process; start it without torchrun or accelerate launch")
     output = _checked_output(config, resume, overwrite)
-    space, plan = _planned(config)
+    space, plan = _planned(config, progress)
     logger.info("%s", plan)
     plan.check()
     with nullcontext() if output is None else only_writer(output, "search"):
@@ -138,7 +138,7 @@ def plan_search(config: SearchConfig) -> SearchPlan:
     return _planned(config)[1]
 
 
-def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
+def _planned(config: SearchConfig, progress: bool = False) -> tuple[Space, SearchPlan]:
     options = LoadOptions.of(config)
     empty = options.empty(config.model)
     shape = shape_of(empty, config.trained_length)
@@ -157,6 +157,7 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         empty=empty,
         encodings=[space.encoding(table)],
         trained_length=space.shape.trained_length,
+        progress=progress,
     )
     return space, SearchPlan(passes, passes * config.target_length, forward)
 

@@ -135,7 +135,7 @@ def test_the_memory_of_an_adapter_is_estimated_too(chunk: int | None, method: st
     patch = rx.extend(model, 2048, method)
     rx.save(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")), tmp_path / "adapter")
     tuned = rx.load(tmp_path / "adapter").eval()
-    found = made(base, [768], chunk=chunk, adapters=[(tmp_path / "adapter", patch.encoding)]).longest
+    found = made(base, [768], chunk=chunk, encodings=[None, (tmp_path / "adapter", patch.encoding)]).longest
     peak = measured(tuned, 768, chunk)
     assert found.total == pytest.approx(peak, rel=0.05)
     assert found.total > made(base, [768], chunk=chunk).longest.total
