@@ -215,14 +215,14 @@ def comparison_parts(comparisons: Sequence[Comparison], heading: str = "") -> li
         notes = [
             f"Text {first.result.data}, protocol {first.result.measured_by}.",
             f"Difference: mean loss {both[1]} minus {both[0]}; below zero, and a ratio below 1, is better. "
-            "The interval is Student's t over documents, and needs three. If it contains zero, there is no "
-            "clear difference.",
+            "The interval is over documents, and needs three. If it contains zero, there is no clear "
+            "difference.",
         ]
         sections.append(Section(f"Perplexity {heading}", losses, notes))
     if len(scores) > 1:
         notes = [
             f"Points: share of prompts solved {both[1]} minus {both[0]}; above zero is better. The interval "
-            "is Newcombe's for paired proportions."
+            "is Newcombe's for paired proportions, with the exact limits of each share."
         ]
         sections.append(Section(f"Retrieval {heading}", scores, notes))
     return sections

@@ -95,7 +95,7 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
         f"brackets, the 95 % interval over {documents} documents. ✓ if that of 99.5 % is below 0: in "
         "simulations, at most 3 % of such claims were wrong.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
-        f"{MOST_COST - 1:.0%} more than plain RoPE.",
+        f"{MOST_COST - 1:.0%} more than plain RoPE. ✗: not shown, which may be chance. ?: cannot be judged.",
     ]
     if any(UNABLE in each.found.words for each in judged):
         notes.append("What plain RoPE cannot find either judges no extension: try others (retrieve --tasks).")
@@ -187,8 +187,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     window, longest = format_length(control.window or 0), format_length(change.length)
     words, useful = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
-        command = f"rope-extend finetune ... --method none --target-length {window} --block-length {window}"
-        return f"Not decided: {alone} ({command})."
+        command = f"--method none --target-length {window}, and more steps or larger batches"
+        return f"Not decided: {alone} ({command}; scripts/finetune.py and `rope-extend advise` print it all)."
     said = (
         f"from {window} to {longest}, perplexity of {change.documents} documents, compared with a cropped "
         f"context: {words}"
