@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from alternative_cases import ALTERNATIVES
 from cases import ALL_FAMILIES, ENCODINGS, FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from tolerances import assert_same_but_rounding
+from tolerances import assert_same_but_rounding, logit_tolerance
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -414,6 +415,18 @@ def test_mixtral_saves_a_head_dim_that_stock_scaling_needs(tmp_path: Path) -> No
         model.save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).head_dim == 16
     assert model.config.head_dim is None
+
+
+def test_dynamic_ntk_gives_a_model_with_that_scaling_an_exact_cache() -> None:
+    """Stock's tables follow the longest row, so what was cached before has another one."""
+    rope = {"rope_type": "dynamic", "factor": FACTOR, "rope_theta": 10_000.0}
+    model, ids = llama(rope_parameters=rope), torch.randint(3, 64, (1, 80))
+    for exact in (False, True):
+        with rx.extend(model, TARGET, "dynamic_ntk") if exact else nullcontext(), torch.no_grad():
+            cache = model(ids[:, :70], use_cache=True).past_key_values
+            cached = model(ids[:, 70:], past_key_values=cache).logits
+            whole = model(ids, use_cache=False).logits[:, 70:]
+        assert ((cached - whole).abs().max() < logit_tolerance(whole)) == exact
 
 
 def test_a_patch_changes_the_config_of_its_own_model_only() -> None:
