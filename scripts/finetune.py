@@ -20,8 +20,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
-from rope_extend.advice.advised_recipe import as_many_tokens
 from rope_extend.cli.arguments import run_script
+from rope_extend.data.blocks import as_many_tokens
 from rope_extend.data.documents import fingerprint
 from rope_extend.journal import differences
 from rope_extend.models.loading import pretrained

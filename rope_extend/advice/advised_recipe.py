@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rope_extend.advice.question import Question
+from rope_extend.data.blocks import as_many_tokens
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, Gpu
@@ -102,16 +103,6 @@ def first_fields(question: Question, data: str | None) -> dict[str, Any]:
 def sequences_per_step(length: int) -> int:
     """The number of sequences of `length` tokens in a step of the recipe."""
     return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
-
-
-def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[int, int, int]:
-    """Tokens of a block within a window, blocks of a step, and steps, for as many tokens to within a step.
-
-    They replace `steps` of `blocks` blocks of `length` tokens.
-    """
-    inside = min(window, length)
-    count = -(-blocks * length // inside)
-    return inside, count, round(steps * blocks * length / (count * inside))
 
 
 def control_flags(fields: Mapping[str, Any], window: int) -> str:

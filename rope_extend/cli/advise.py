@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from rope_extend.cli.arguments import (
     in_flags,
     length,
     quick_imports,
+    without_library,
 )
 from rope_extend.files import check_new, write_text
 from rope_extend.memory.gpus import find_gpu
@@ -49,17 +49,10 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-@contextmanager
-def _no_kernels_of_4_bits() -> Iterator[None]:
+def _no_kernels_of_4_bits() -> AbstractContextManager[None]:
     """Keep peft from importing bitsandbytes, which takes seconds and is of no use without weights."""
-    absent = not {"peft", "bitsandbytes"} & sys.modules.keys()  # what is loaded costs no more
-    if absent:
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules["bitsandbytes"]
+    loaded = {"peft", "bitsandbytes"} & sys.modules.keys()  # what is loaded costs no more
+    return nullcontext() if loaded else without_library("bitsandbytes")
 
 
 def advise(arguments: argparse.Namespace) -> None:

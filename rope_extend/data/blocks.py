@@ -133,3 +133,13 @@ def block_starts(tokens: int, length: int) -> list[int]:
     if starts and rest * 2 >= length:
         starts.append(tokens - length)
     return starts
+
+
+def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[int, int, int]:
+    """Tokens of a block within a window, blocks of a step, and steps, for as many tokens to within a step.
+
+    They replace `steps` of `blocks` blocks of `length` tokens.
+    """
+    inside = min(window, length)
+    count = -(-blocks * length // inside)
+    return inside, count, round(steps * blocks * length / (count * inside))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rope_extend.data.blocks import as_many_tokens
 from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
@@ -185,8 +185,10 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
         recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
         block = recipe["block_length"] or recipe["target_length"]
         if not recipe["mixed_windows"] and not recipe["method_parameters"]:
-            blocks = math.ceil(recipe["gradient_accumulation"] * block / min(block, window))
-            changes += [str(min(block, window)), "--gradient-accumulation", str(blocks)]
+            inside, blocks, _ = as_many_tokens(
+                window, block, recipe["gradient_accumulation"], recipe["steps"]
+            )
+            changes += [str(inside), "--gradient-accumulation", str(blocks)]
             changes += ["--positions", "consecutive"]
             return shlex.join([*begin, f"{shown(adapter)}/recipe.yaml", *changes, *end])
     return f"{shlex.join([*begin, shown(row.model), *changes, str(window)])} --data ... {shlex.join(end)}"

@@ -17,7 +17,7 @@ def append(path: Path, line: bytes) -> None:
     """Add a line to `metrics.jsonl`, after the end of one that a killed process did not finish.
 
     Raises:
-        RopeExtendError: the disk is full, or a link is in the place of the file.
+        RopeExtendError: the disk is full, or the file is a link.
     """
     try:
         with open(path, "ab+", opener=_not_a_link) as file:
