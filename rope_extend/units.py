@@ -83,6 +83,11 @@ def memory_size(size: str | SupportsIndex) -> int:
     return int(number)
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, in the plural if it is not 1: `8 documents`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """A number of bytes in GB or MB, with one decimal."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -28,9 +28,9 @@ DOES_NOT_FIT = "does not fit"
 FINETUNE = "finetune recipe.yaml"
 """The end of the command that trains, until the file of the recipe has a name."""
 CRITERIA = (
-    "perplexity beyond the present window, divided by that of the control cropped to that window, is "
-    "below 1 with its whole interval. The control is the model as it is, or after training, plain RoPE "
-    "trained on as many tokens within that window",
+    "perplexity beyond the present window is below that of the control cropped to that window, with all of "
+    "the 99.5 % interval. The control is the model as it is, or after training, plain RoPE trained on as "
+    "many tokens within that window",
     f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
     "length",
     f"perplexity within the present window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "

@@ -69,6 +69,7 @@ def advise(
     engine: str | None = None,
     data: str | None = None,
     trained_length: int | None = None,
+    train: bool = False,
 ) -> Advice:
     """Say how to let a model read a window, from its config alone. No weights are read.
 
@@ -80,6 +81,7 @@ def advise(
         engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         data: long documents for the recipe; by default PG-19, which are books.
         trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
+        train: advise training, because methods without training were measured and are not good enough.
 
     Returns:
         The advice. `verdict` says whether anything is to be done at all.
@@ -109,9 +111,9 @@ def advise(
         name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
         current_table(empty_model(name), trained_length) if trained else None,
     )  # fmt: skip
-    if window.stanza and target <= STANZA_LONGEST and trained_length is None:
+    if window.stanza and target <= STANZA_LONGEST and trained_length is None and not train:
         return _by_the_makers(question)
-    return _train(question, device, data)
+    return _train(question, device, data, untrained_first=not train)
 
 
 def _nothing_to_do(
@@ -147,8 +149,8 @@ def _by_the_makers(question: Question) -> Advice:
     reason = (
         "The makers of this model recommend YaRN without training up to "
         f"{format_length(STANZA_LONGEST)} tokens: factor {question.factor:g} over "
-        f"{format_length(STANZA_ORIGINAL)}. If that is not good enough, ask again with "
-        f"trained_length={STANZA_ORIGINAL}, which gives a recipe."
+        f"{format_length(STANZA_ORIGINAL)}. If that is not good enough, ask again with train=True, which "
+        "gives a recipe."
     )
     note = (
         "A fixed factor makes short texts somewhat worse. Use the smallest factor that you need, and the "
@@ -162,14 +164,14 @@ def _by_the_makers(question: Question) -> Advice:
     )  # fmt: skip
 
 
-def _train(question: Question, gpu: Gpu, data: str | None) -> Advice:
+def _train(question: Question, gpu: Gpu, data: str | None, *, untrained_first: bool) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
     fields, memory, no_short_blocks = fit(first_fields(question, data), question.extended, gpu)
     amount = work(fields, memory, gpu) if memory.fits else None
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
     untrained = None
-    if question.factor <= UNTRAINED_FACTOR and question.current is None:
+    if untrained_first and question.factor <= UNTRAINED_FACTOR and question.current is None:
         inside = "dynamic_yarn" if family_for(question.model_type).unreachable else "jet_long"
         untrained = inside if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
@@ -219,6 +221,8 @@ def _why(question: Question, untrained: str | None) -> str:
             f"{target} At up to {UNTRAINED_FACTOR:g} times, {untrained} without training may be enough. "
             "Measure it; if it fails the criteria, train."
         )
+    if question.factor <= UNTRAINED_FACTOR:
+        return target
     return (
         f"{target} Beyond {UNTRAINED_FACTOR:g} times, no untrained method has been shown to beat the "
         "same model cropped to its old window: on SmolLM2-135M at 4 times, jet_long is level with it, "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from textwrap import fill
 from typing import Any
 
-from rope_extend.advice.advice import Advice
+from rope_extend.advice.advice import UNTRAINED, Advice
 from rope_extend.advice.advised_recipe import Work, work
 from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, find_gpu
 from rope_extend.training.step_plan import TrainingPlan
@@ -52,7 +52,8 @@ def _rows(advice: Advice) -> Iterator[tuple[str, str]]:
         engines = " and ".join(filter(None, [engines, *advice.engines[-1:]]))
         served = f"; {engines} can run it" if engines else ""
         why = "fast channels stay as they are and slow ones are interpolated (2309.00071)"
-        yield "method", f"{advice.method}: {why}{served}"
+        name = "if trained" if advice.verdict == UNTRAINED else "method"
+        yield name, f"{advice.method}: {why}{served}"
     if advice.memory:
         yield "memory", _memory(advice.memory)
     if advice.work:

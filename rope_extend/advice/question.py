@@ -159,22 +159,21 @@ class Question:
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
         named, data = f"--methods {','.join(methods)}", "--data path/to/long/documents"
-        evaluate, output = f"rope-extend evaluate {quote(self.model)}", run or "untrained"
+        model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""
         what = f"{named} --lengths {window},{target}{stated}"
-        perplexity = f"{data} --output {quote(output + '-perplexity')}"
-        retrieve = f"rope-extend retrieve {quote(self.model)}{adapter} {what}"
-        retrieve += f" --output {quote(output + '-passkeys')}"
         if self.current is None:
-            return f"{evaluate}{adapter}{control} {what} {perplexity}", retrieve
+            report = f"rope-extend report {model}{adapter}{control} --target-length {target} {what} {data}"
+            return (f"{report} --output {quote(f'{output}-report')}",)
+        evaluate, perplexity = f"rope-extend evaluate {model}", quote(f"{output}-perplexity")
         # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
         row = f"--row {quote(composed_name(self.encoding('yarn')) + ' + LoRA')}"  # also that of its control
         cropped = quote(f"{output}-cropped")
         how = f"--protocol cropped --window {window} --lengths {target}{stated} --no-cropped"
         return (
-            f"{evaluate}{adapter} {what} --no-cropped {perplexity}",
+            f"{evaluate}{adapter} {what} --no-cropped {data} --output {perplexity}",
             f"{evaluate}{control} {named} {how} {data} --output {cropped}",
-            f"rope-extend compare {cropped} {quote(output + '-perplexity')} {row} {row}",
-            retrieve,
+            f"rope-extend compare {cropped} {perplexity} {row} {row}",
+            f"rope-extend retrieve {model}{adapter} {what} --output {quote(f'{output}-passkeys')}",
         )

@@ -45,6 +45,7 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", type=export_target, metavar="ENGINE", help=text)
     text = "long documents to train on (default: PG-19 from the hub, which are books)"
     add("--data", metavar="PATH", help=text)
+    add("--train", action="store_true", help="advise training: methods without it are not good enough")
     add_output(parser, "FILE", "write the recipe to this file")
     add_json(parser)
 
@@ -72,7 +73,7 @@ def advise(arguments: argparse.Namespace) -> None:
 
         advice = run(
             arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,
-            data=arguments.data, trained_length=arguments.trained_length,
+            data=arguments.data, trained_length=arguments.trained_length, train=arguments.train,
         )  # fmt: skip
     written = None
     if file is not None and advice.recipe:
@@ -83,7 +84,7 @@ def advise(arguments: argparse.Namespace) -> None:
         named = advice.with_recipe_file(written) if written else advice
         print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
-    print(in_flags(describe(advice, written), {"trained_length": "--trained-length", "data": "--data"}))
+    print(in_flags(describe(advice, written), {"train": "--train", "data": "--data"}))
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:

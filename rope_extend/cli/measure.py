@@ -157,7 +157,8 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> None:
     if isinstance(config, EvaluationConfig | StudyConfig) and not (config.data and config.output):
         if not plan:
             raise RopeExtendError(
-                f"{config.command} needs --data and --output, or --plan for an estimate without them"
+                f"{config.command} needs --data and --output, or --plan for an estimate without "
+                f"them\nSee `rope-extend {config.command} --help`."
             )
         if arguments.resume:
             raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")

@@ -140,7 +140,10 @@ def search(arguments: argparse.Namespace) -> None:
     """
     config = from_arguments(SearchConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
-        raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
+        raise RopeExtendError(
+            "search needs --data and --output, or --plan for an estimate without them\n"
+            "See `rope-extend search --help`."
+        )
     check_checkpoint(config.model)  # before torch is imported
 
     from rope_extend.searching.evaluations import LOG

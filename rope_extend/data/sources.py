@@ -164,7 +164,7 @@ def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
     except UnicodeDecodeError as error:
         raise _no_text(path, f"{error.object[max(0, error.start - 16) : error.start + 8]!r}") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = "a directory; give a file" if path.is_dir() else getattr(error, "strerror", None) or error
         raise RopeExtendError(f"cannot read {str(path)!r}: {reason}") from error
 
 

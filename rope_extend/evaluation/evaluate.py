@@ -158,7 +158,7 @@ def _lead(
     if decision.train and isinstance(config, StudyConfig):
         assert config.target_length is not None
         target = format_length(config.target_length)
-        command = ["rope-extend", "advise", shown(config.model), "--target-length", target]
+        command = ["rope-extend", "advise", shown(config.model), "--train", "--target-length", target]
         if config.trained_length is not None:
             command += ["--trained-length", format_length(config.trained_length)]
         text = shlex.join([*command, "--output", "recipe.yaml"])

@@ -14,7 +14,7 @@ from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.files import public_name
 from rope_extend.report.page import Part, Picture
 from rope_extend.report.tables import Line, Section, interval, number, signed
-from rope_extend.units import format_length
+from rope_extend.units import counted, format_length
 
 
 def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
@@ -152,7 +152,7 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
     weighted = "" if rule.average == "window" else ", token-weighted"
     words = "".join(f", {key} {value}" for key, value in first.settings.items() if key != "window")
     notes = [
-        f"Perplexity of {first.documents} documents{weighted} (text {first.data}).",
+        f"Perplexity of {counted(first.documents, 'document')}{weighted} (text {first.data}).",
         f"Protocol {first.protocol}{words}. {rule.measures} But: {rule.flaw}",
     ]
     if trained is not None:

@@ -21,7 +21,7 @@ from rope_extend.evaluation.statistics import (
     paired_rates,
     plain,
 )
-from rope_extend.units import format_length
+from rope_extend.units import counted, format_length
 
 SAME_WEIGHTS = "none, same weights"
 """Label of plain RoPE with the weights of a checkpoint that was saved with another encoding."""
@@ -144,7 +144,8 @@ class PerplexityResult(_FromPlain):
 
     def __repr__(self) -> str:
         found = ", ".join(f"{ppl:.2f} at {format_length(length)}" for length, ppl in self.ppl.items())
-        return f"PerplexityResult({found or 'nothing'}; {self.documents} documents, protocol {self.protocol})"
+        documents = counted(self.documents, "document")
+        return f"PerplexityResult({found or 'nothing'}; {documents}, protocol {self.protocol})"
 
     @property
     def max_length(self) -> int:

@@ -11,22 +11,28 @@ from rope_extend.evaluation.comparison import Comparison, against_cropped, regre
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
 from rope_extend.report.tables import Section, number, signed
-from rope_extend.units import format_length
+from rope_extend.units import counted, format_length
 
 LEAST_FOUND = 0.9
 """Share of passkeys that a row must find at every depth, at the longest length."""
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
-UNABLE = ", and plain RoPE finds only"
-"""Said of a task that plain RoPE fails within its window: it does not judge an extension."""
+UNMEASURED = "not measured (--retrieval-lengths)"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
 
 class Criterion(NamedTuple):
-    """What was measured, in words, and whether it is good enough; None if that cannot be said."""
+    """What was measured, in words.
+
+    Attributes:
+        words: the numbers.
+        met: whether they are good enough; None if that cannot be said.
+        open: if it cannot be said, the reason and what to do, as a clause.
+    """
 
     words: str
     met: bool | None
+    open: str = ""
 
     def __str__(self) -> str:
         return f"{MARKS[self.met]} {self.words}"
@@ -65,7 +71,7 @@ class Decision(NamedTuple):
 
     Attributes:
         verdicts: on each row that is compared with a cropped context; controls have none.
-        train: whether no untrained row will do, and none is trained yet.
+        train: whether to train is an answer: no untrained row has a certain gain, and none is trained yet.
         section: a sentence that says what to do, and a table of the criteria, if a row has a verdict.
     """
 
@@ -88,17 +94,16 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
     sentence, train = _sentence(rows, judged, unfinished, longest)
     if not judged:
         return Decision(judged, train, Section("Verdict", lead=sentence))
-    documents = max(row.result.documents for row in rows if row.result)
+    documents = counted(max(row.result.documents for row in rows if row.result), "document")
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
     notes = [
         f"Beyond {window}: instead of the perplexity with a cropped context, on the same targets. In "
-        f"brackets, the 95 % interval over {documents} documents. ✓ if that of 99.5 % is below 0: in "
-        "simulations, at most 3 % of such claims were wrong.",
+        f"brackets, the 95 % interval over {documents}. ✓ if all of the 99.5 % interval is below 0: in "
+        "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
+        "Otherwise ?, as it may be chance.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
-        f"{MOST_COST - 1:.0%} more than plain RoPE. ✗: not shown, which may be chance. ?: cannot be judged.",
+        f"{MOST_COST - 1:.0%} more than plain RoPE.",
     ]
-    if any(UNABLE in each.found.words for each in judged):
-        notes.append("What plain RoPE cannot find either judges no extension: try others (retrieve --tasks).")
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
 
@@ -119,9 +124,9 @@ def _sentence(
     rows: Sequence[EvaluationRow], judged: Sequence[Verdict], unfinished: Collection[str], longest: int
 ) -> tuple[str, bool]:
     """What to do, and whether it is to train."""
-    target, trained = format_length(longest), rows[0].trained_length if rows else None
-    if trained is not None and 0 < longest <= trained:
-        return f"The model was trained on {format_length(trained)} tokens, so it needs no extension.", False
+    target, window = format_length(longest), rows[0].trained_length if rows else None
+    if window is not None and 0 < longest <= window:
+        return f"The model was trained on {format_length(window)} tokens, so it needs no extension.", False
     ppl = {row.label: row.result.ppl[row.result.max_length] for row in rows if row.result}
     finite = {label for label, value in ppl.items() if math.isfinite(value)}
     ranked = sorted(judged, key=lambda each: ppl[each.label] if each.label in finite else math.inf)
@@ -134,23 +139,25 @@ def _sentence(
         return f"No {those} has a finite perplexity at {target}: check the weights, and the dtype.", False
     whole, more = [each for each in ranked if each.whole], ""
     undecided, train = [each for each in whole if each.success is None], False
+    trained = any(row.adapter and not _is_control(row) for row in rows)
     if unfinished:
         first = f"Not decided yet: not wholly measured are {', '.join(unfinished)}."
     elif not ppl:
         first = "No row can be judged: no perplexity was measured; give long documents (--data)."
     elif not judged:
         first = "No row can be judged: all are controls, or the control with a cropped context is missing."
-    elif undecided and undecided[0].alone:
-        return f"Not decided on {undecided[0].label}: {undecided[0].alone}.", False
     elif undecided:
-        first = f"Not decided yet: no row meets all three criteria at {target}, but some could not be judged."
-    elif any(row.adapter and not _is_control(row) for row in rows):
+        best, train = undecided[0], not (trained or undecided[0].gain.met)
+        criteria = (best.gain, best.found, best.cost)
+        why = best.alone or "; ".join(dict.fromkeys(each.open for each in criteria if each.open))
+        return f"Not decided on {best.label}: {why}.{' Or train.' * train}", train
+    elif trained:
         first = f"No row meets all three criteria at {target}, with or without training."
         more = " Train for more steps if perplexity still fell at the end of the run, or passkeys are missed."
     else:
-        first = f"None of these methods meets all three criteria at {target} without training, so train."
-        train = True
-    nearest = f" The nearest is {(undecided or whole)[0].label}." if whole else ""
+        those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
+        first, train = f"{those} all three criteria at {target} without training, so train.", True
+    nearest = f" The nearest is {whole[0].label}." if len(whole) > 1 or (whole and unfinished) else ""
     return first + nearest + more, train
 
 
@@ -185,18 +192,17 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     base, change = EvaluationRow("the control", result=control), differences[-1]
     row = EvaluationRow("the model", result=result, adapter=None if same_training else "trained")
     window, longest = format_length(control.window or 0), format_length(change.length)
-    words, useful = _gain(compared := Comparison(base, row, [change]))
+    words, useful, _ = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
         command = f"--method none --target-length {window}, and more steps or larger batches"
         return f"Not decided: {alone} ({command}; scripts/finetune.py and `rope-extend advise` print it all)."
     said = (
-        f"from {window} to {longest}, perplexity of {change.documents} documents, compared with a cropped "
-        f"context: {words}"
+        f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
+        f"cropped context: {words}"
     )
-    worse = change.clear and change.nats > 0
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
-    if worse or (useful is False and not math.isfinite(change.ratio)):
+    if useful is False:
         return f"The longer context is of no use: {said}."
     if change.clear and not control.is_weak:
         return f"The longer context may be of use: {said}."
@@ -211,11 +217,12 @@ def _alone(comparison: Comparison) -> str:
     window = control.window or 0
     old, new = format_length(window), format_length(change.length)
     within = comparison.second.result.ppl.get(window, math.nan) / control.ppl.get(window, math.nan)
+    chance = "" if change.clear else "which may be chance, "
     but, so = ("but", " too, so") if within < 1 else ("and", ", and a part of")
     return (
-        f"from {old} to {new}, perplexity of {change.documents} documents is {_change(change.ratio)} than "
-        f"before training, {'' if change.clear else 'which may be chance, '}{but} within {old} it is "
-        f"{_change(within)}{so} this may be the training alone. Train a control: plain RoPE, on as many "
+        f"from {old} to {new}, perplexity of {counted(change.documents, 'document')} is "
+        f"{_change(change.ratio)} than before training, {chance}{but} within {old} it is {_change(within)}"
+        f"{so} this may be the training alone. Train a control: plain RoPE, on as many "
         f"tokens within {old}"
     )
 
@@ -228,13 +235,15 @@ def _gain(comparison: Comparison) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below."""
     control, change = comparison.first, comparison.longest
     if not math.isfinite(control.result.ppl[change.length]):
-        return Criterion(f"{control.label} has no finite perplexity", None)
+        return Criterion(words := f"{control.label} has no finite perplexity", None, words)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
     words = f"{number(change.before * change.ratio)} instead of {number(change.before)}, "
     words += f"{_percent(change.ratio)} %"
+    documents = counted(change.documents, "document")
+    more = f"over {documents}, the difference beyond the old window may be chance: measure more (--documents)"
     if change.low is None or change.high is None:
-        return Criterion(f"{words} (too few documents for an interval)", None)
+        return Criterion(f"{words} (too few documents for an interval)", None, more)
     words += f" ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
     if comparison.before_training:
         words += ", compared with before training"
@@ -244,12 +253,15 @@ def _gain(comparison: Comparison) -> Criterion:
         words += ", but the 99.5 % interval, which decides, contains 0"
     weak = control.result.protocol if control.result.is_weak else control.of_same_weights and control.label
     if weak and change.nats < 0:
-        return Criterion(f"{words}; but the control, {weak}, is too weak", None)
+        too_weak = f"the control, {weak}, is too weak"
+        return Criterion(f"{words}; but {too_weak}", None, too_weak)
     if change.certain is None and (change.nats < 0 or not change.clear):
-        return Criterion(f"{words}; a verdict needs at least {FEWEST_TO_DECIDE} documents", None)
+        return Criterion(f"{words}; a verdict needs at least {FEWEST_TO_DECIDE} documents", None, more)
     if comparison.before_training and change.nats < 0:
         return Criterion(f"{words}: perhaps the training alone", None)
-    return Criterion(words, bool(change.certain))
+    if change.certain or (change.clear and change.nats > 0):
+        return Criterion(words, bool(change.certain))
+    return Criterion(words, None, more)
 
 
 def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Criterion:
@@ -257,35 +269,40 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
 
     A task that plain RoPE clearly fails within its window, where it is not clearly better, decides nothing.
     """
-    found, window = list[Criterion](), row.trained_length or 0
+    found, trained = list[Criterion](), row.trained_length or 0
+    window = format_length(trained)
     plain = [each for each in rows if not (each.adapter or each.is_extended or each.of_same_weights)]
     for task in row.retrieval.tasks:
         if (rate := row.retrieval.rate(task, length)) is None:
             continue
         worst = min(scores.rate.mean for scores in row.retrieval.at(task, length))
         words = f"{task} {rate}" + (f", {worst:.0%} at the worst depth" if worst < rate.mean else "")
-        able = next((share for each in plain if (share := each.retrieval.rate(task, window))), None)
+        able = next((share for each in plain if (share := each.retrieval.rate(task, trained))), None)
         if worst < LEAST_FOUND and able and able.high < LEAST_FOUND and able.low <= rate.high:
-            found.append(Criterion(f"{words}{UNABLE} {able} within {format_length(window)}", None))
+            shows_nothing = f"plain RoPE cannot do {task} within {window} either, so it shows nothing"
+            words += f", and plain RoPE finds only {able} within {window}"
+            found.append(Criterion(words, None, f"{shows_nothing} (others: --tasks)"))
         else:
             found.append(Criterion(words, worst >= LEAST_FOUND))
-    met = {each.met for each in found} or {None}
-    said = "; ".join(each.words for each in found) or "not measured (--retrieval-lengths)"
-    return Criterion(said, False if False in met else None if None in met else True)
+    if not found:
+        return Criterion(UNMEASURED, None, f"retrieval is {UNMEASURED}")
+    met, words = {each.met for each in found}, "; ".join(each.words for each in found)
+    why = "; ".join(each.open for each in found if each.open)
+    return Criterion(words, False if False in met else None if None in met else True, why)
 
 
 def _cost(regression: Comparison | None) -> Criterion:
     """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
     if regression is None or not regression.differences:
-        return Criterion("not measured", None)
+        return Criterion("not measured", None, "perplexity within the old window is not measured (--lengths)")
     change, plain = regression.longest, regression.first
     if not math.isfinite(plain.result.ppl[change.length]):
-        return Criterion(f"{plain.label} has no finite perplexity", None)
+        return Criterion(words := f"{plain.label} has no finite perplexity", None, words)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
     words = f"{_percent(change.ratio)} %"
     if plain.of_same_weights:
-        return Criterion(f"{words}, compared with {plain.label}", None)
+        return Criterion(f"{words}, compared with {plain.label}", None, "the base model is not measured")
     return Criterion(words, change.ratio <= MOST_COST)
 
 

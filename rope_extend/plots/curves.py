@@ -23,7 +23,7 @@ from rope_extend.plots.style import (
     mark_window,
     perplexity_axis,
 )
-from rope_extend.units import format_length
+from rope_extend.units import counted, format_length
 
 WITH_CROPPED = "compared with a cropped context"
 LEAST_SHOWN, MOST_SHOWN = 2, 15
@@ -110,8 +110,8 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
     label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
-    before, several = " before training" if id(row) in alone else "", "s" * (gain.documents > 1)
-    subtitle = f"{WITH_CROPPED}{before}; {gain.documents} document{several}; thick line: {label}"
+    before = " before training" if id(row) in alone else ""
+    subtitle = f"{WITH_CROPPED}{before}; {counted(gain.documents, 'document')}; thick line: {label}"
     if before and gain.nats < 0:
         return row, "Perplexity by position", f"{subtitle}; a gain may be that of its training alone"
     if control.is_weak:

@@ -40,7 +40,7 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
     axes = canvas.axes
     measured = sorted({n for row in rows for n in row.retrieval.lengths(task)})
-    nearest = min([after / before for before, after in pairwise(measured)], default=2)
+    nearest = min([2, *(after / before for before, after in pairwise(measured))])
     for number, (row, style) in enumerate(line_styles(rows)):
         lengths = row.retrieval.lengths(task)
         shift = nearest ** (0.6 * ((number + 0.5) / len(rows) - 0.5))

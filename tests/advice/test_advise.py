@@ -343,7 +343,9 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     assert Recipe.from_yaml(tmp_path / "recipe.yaml").start == start
     measuring, own = advice.commands[3:], start == "current"
     assert sum("--protocol cropped --window 128k" in command for command in measuring) == own
-    assert sum(f"--methods {'as-is' if own else 'none'}" in command for command in measuring) == 2 + own
+    assert sum(f"--methods {'as-is' if own else 'none'}" in command for command in measuring) == (
+        3 if own else 1
+    )
     assert ("The control is as-is" if own else "`none` is plain RoPE") in " ".join(advice.notes)
 
 
@@ -445,7 +447,7 @@ def test_the_commands_run_as_they_are_printed(
             recipe = recipe_of(parse(words))
             tokens.append(recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length)
             words += ["--steps", "2", "--gradient-accumulation", "1", "--dtype", "float32"]
-        main([*words, "--trials", "1"] if words[0] == "retrieve" else words)
+        main([*words, "--trials", "1"] if words[0] in ("retrieve", "report") else words)
         printed += capsys.readouterr().out
     for after in re.findall("evaluate it: rope-extend (.*)", printed):
         config = model_config(EvaluationConfig, parse(shlex.split(after)))

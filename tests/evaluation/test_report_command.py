@@ -58,7 +58,7 @@ def test_from_a_model_to_a_verdict(
     rows = read_results(tmp_path / "report")
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
-    assert shown.startswith("Verdict:\n\nNot decided yet: ")
+    assert shown.startswith("Verdict:\n\nNot decided on yarn: over 2 documents, ")
     assert re.search(
         r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
         text,
@@ -86,9 +86,11 @@ def test_the_commands_of_a_report_run_as_printed(
             printed += re.findall(r"```\n(rope-extend .*)\n```", text)
     options = "--target-length 64 --trained-length 32 --output recipe.yaml"
     names = (tmp_path / "mine" / "model", "path/to/model", "model", "model")
-    assert printed == [f"rope-extend advise {name} {options}" for name in names]
+    assert printed == [f"rope-extend advise {name} --train {options}" for name in names]
     main(shlex.split(printed[0])[1:])
-    assert "written: recipe.yaml" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "written: recipe.yaml" in said
+    assert re.search("verdict +train. The target is 2 times", said)  # not to measure first, once more
     assert Recipe.from_yaml("recipe.yaml").target_length == 64
     assert str(tmp_path) not in Path("out1/report.html").read_text()
     for number, shortened in enumerate((True, False)):
