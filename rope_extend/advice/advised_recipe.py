@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from rope_extend.advice.question import Question
-from rope_extend.data.blocks import as_many_tokens
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, Gpu
@@ -103,16 +102,6 @@ def first_fields(question: Question, data: str | None) -> dict[str, Any]:
 def sequences_per_step(length: int) -> int:
     """The number of sequences of `length` tokens in a step of the recipe."""
     return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
-
-
-def control_flags(fields: Mapping[str, Any], window: int) -> str:
-    """The flags with which a recipe of `fit` trains its control: without an extension, on as many tokens."""
-    length = fields.get("block_length", fields["target_length"])
-    block, count, steps = as_many_tokens(window, length, fields["gradient_accumulation"], fields["steps"])
-    lengths = f"--target-length {format_length(window)} --block-length {format_length(block)}"
-    others = " --positions consecutive" if "positions" in fields else ""
-    others += f" --eval-lengths {format_length(window)}" if "eval_lengths" in fields else ""
-    return f"--method none {lengths} --gradient-accumulation {count} --steps {steps}{others}"
 
 
 def fit(

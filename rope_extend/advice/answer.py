@@ -21,7 +21,7 @@ from rope_extend.advice.advice import (
     UNTRAINED,
     Advice,
 )
-from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, control_flags, first_fields, fit, work
+from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, work
 from rope_extend.advice.question import (
     STANZA_LONGEST,
     STANZA_ORIGINAL,
@@ -31,6 +31,7 @@ from rope_extend.advice.question import (
 )
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
+from rope_extend.data.blocks import control_flags
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.files import expand_home

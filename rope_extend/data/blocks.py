@@ -6,11 +6,13 @@ only on request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
@@ -143,3 +145,13 @@ def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[i
     inside = min(window, length)
     count = -(-blocks * length // inside)
     return inside, count, round(steps * blocks * length / (count * inside))
+
+
+def control_flags(recipe: Mapping[str, Any], window: int) -> str:
+    """The flags with which a recipe trains its control: without an extension, on as many tokens."""
+    length = recipe.get("block_length") or recipe["target_length"]
+    block, count, steps = as_many_tokens(window, length, recipe["gradient_accumulation"], recipe["steps"])
+    lengths = f"--target-length {format_length(window)} --block-length {format_length(block)}"
+    others = " --positions consecutive" if recipe.get("positions", CONSECUTIVE) != CONSECUTIVE else ""
+    others += f" --eval-lengths {format_length(window)}" if recipe.get("eval_lengths") else ""
+    return f"--method none {lengths} --gradient-accumulation {count} --steps {steps}{others}"

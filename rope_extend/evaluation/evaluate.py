@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rope_extend.data.blocks import as_many_tokens
+from rope_extend.data.blocks import control_flags
 from rope_extend.data.sources import check_outside
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
@@ -179,19 +179,14 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     The settings are those of the adapter's recipe; without one, they are for the user to fill in.
     """
     adapter, window = str(row.adapter), row.trained_length or 0
-    changes = ["--method", "none", "--target-length", str(window), "--block-length"]
-    begin, end = ["rope-extend", "finetune"], ["--output", f"{shown(adapter)}-control"]
+    output = f"--output {shlex.quote(f'{shown(adapter)}-control')}"
     with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
-        block = recipe["block_length"] or recipe["target_length"]
         if not recipe["mixed_windows"] and not recipe["method_parameters"]:
-            inside, blocks, _ = as_many_tokens(
-                window, block, recipe["gradient_accumulation"], recipe["steps"]
-            )
-            changes += [str(inside), "--gradient-accumulation", str(blocks)]
-            changes += ["--positions", "consecutive"]
-            return shlex.join([*begin, f"{shown(adapter)}/recipe.yaml", *changes, *end])
-    return f"{shlex.join([*begin, shown(row.model), *changes, str(window)])} --data ... {shlex.join(end)}"
+            file = shlex.quote(f"{shown(adapter)}/recipe.yaml")
+            return f"rope-extend finetune {file} {control_flags(recipe, window)} {output}"
+    flags = f"--method none --target-length {window} --block-length {window}"
+    return f"rope-extend finetune {shlex.quote(shown(row.model))} {flags} --data ... {output}"
 
 
 def how_it_was_made(config: ModelConfig) -> Code:

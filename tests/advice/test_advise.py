@@ -20,7 +20,7 @@ import rope_extend as rx
 from rope_extend.advice import advice as advising
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.advice import Advice
-from rope_extend.advice.advised_recipe import STEPS, control_flags
+from rope_extend.advice.advised_recipe import STEPS
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe, describe_work
 from rope_extend.advice.question import window_of_config
@@ -28,6 +28,7 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.cli.measure import model_config
 from rope_extend.cli.train import recipe_of
+from rope_extend.data.blocks import control_flags
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
