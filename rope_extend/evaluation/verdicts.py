@@ -279,9 +279,9 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
         words = f"{task} {rate}" + (f", {worst:.0%} at the worst depth" if worst < rate.mean else "")
         able = next((share for each in plain if (share := each.retrieval.rate(task, trained))), None)
         if worst < LEAST_FOUND and able and able.high < LEAST_FOUND and able.low <= rate.high:
-            shows_nothing = f"plain RoPE cannot do {task} within {window} either, so it shows nothing"
+            shows_nothing = f"plain RoPE fails {task} within {window} too, so {task} shows nothing"
             words += f", and plain RoPE finds only {able} within {window}"
-            found.append(Criterion(words, None, f"{shows_nothing} (others: --tasks)"))
+            found.append(Criterion(words, None, f"{shows_nothing} (other tasks: --tasks)"))
         else:
             found.append(Criterion(words, worst >= LEAST_FOUND))
     if not found:
