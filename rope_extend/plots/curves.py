@@ -84,7 +84,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         if np.nanmin(values, initial=math.inf) > top:
             style["label"] += " (above)"
         draw_line(axes, positions, values, inside=bool(compared), **style)
-    axes.set_ylabel("perplexity" if compared else "loss, nats per token", color=INK)
+    axes.set_ylabel("change in perplexity" if compared else "loss, nats per token", color=INK)
     in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)
     text = f"position in the {'document' if in_documents else 'window'}, tokens"
     length_axis(axes, [longest * n // 8 for n in range(1, 9)], text, linear=True)

@@ -41,9 +41,10 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
     axes = canvas.axes
     measured = sorted({n for row in rows for n in row.retrieval.lengths(task)})
     nearest = min([2, *(after / before for before, after in pairwise(measured))])
+    spread = min(0.6, 0.08 * len(rows))
     for number, (row, style) in enumerate(line_styles(rows)):
         lengths = row.retrieval.lengths(task)
-        shift = nearest ** (0.6 * ((number + 0.5) / len(rows) - 0.5))
+        shift = nearest ** (spread * ((number + 0.5) / len(rows) - 0.5))
         rates = [rate for length in lengths if (rate := row.retrieval.rate(task, length)) is not None]
         x, y = shift * np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
         axes.vlines(
