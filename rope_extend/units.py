@@ -83,9 +83,9 @@ def memory_size(size: str | SupportsIndex) -> int:
     return int(number)
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun, in the plural if it is not 1: `8 documents`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def format_bytes(count: float) -> str:

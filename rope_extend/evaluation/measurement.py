@@ -34,14 +34,14 @@ from rope_extend.memory.budget import expand_segments
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
-from rope_extend.units import format_duration, format_length
+from rope_extend.units import counted, format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 32_768
 """Prompt tokens that are answered together. A batch has at least one prompt."""
-KINDS = {PERPLEXITY: "documents", RETRIEVAL: "batches of prompts"}
-"""What the cells of each kind are, in words."""
+KINDS = {PERPLEXITY: ("document",), RETRIEVAL: ("batch of prompts", "batches of prompts")}
+"""What the cells of each kind are called, and several of them."""
 
 
 class Measurement:
@@ -287,8 +287,9 @@ class Measurement:
         for kind, words in KINDS.items():
             if work := [cell for cell in cells if cell.kind == kind]:
                 rows = len({cell.row for cell in work})
-                counted = f"{kind}: {rows} row{'' if rows == 1 else 's'}, {len(work)} {words} in all"
-                lines.append(timed(counted, work))
+                lines.append(
+                    timed(f"{kind}: {counted(rows, 'row')}, {counted(len(work), *words)} in all", work)
+                )
         lines.append(timed("in all", cells))
         return "\n".join(lines)
 
@@ -296,4 +297,4 @@ class Measurement:
 def counted_by_row(cells: Iterable[Cell]) -> list[str]:
     """How many cells each row has of each kind, in words."""
     counts = Counter((cell.row.label, cell.kind) for cell in cells)
-    return [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items()]
+    return [f"{label}: {counted(count, *KINDS[kind])}" for (label, kind), count in counts.items()]
