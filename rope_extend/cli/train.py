@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, size
@@ -17,6 +18,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from rope_extend.patching import Patch
 
 recipe_or_model = argument(find_recipe)
 """The file of a recipe, also by the name of one of the package, or a model."""
@@ -117,10 +121,27 @@ def finetune(arguments: argparse.Namespace) -> None:
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
-    base = "" if recipe.full else f"{quote(recipe.model)} "
-    trained = f"{base}{quote(str(result.output_dir))}"
-    output = quote(f"{result.output_dir}-perplexity")
-    print(f"evaluate it: rope-extend evaluate {trained} --data path/to/long/documents --output {output}")
+    print(_next(recipe, str(result.output_dir), result.patch))
+
+
+def _next(recipe: Recipe, run: str, patch: Patch) -> str:
+    """The commands that follow a run: the training of its control, and a report on both."""
+    from rope_extend.data.blocks import control_flags  # imports torch
+
+    output, control = quote(run), quote(f"{run}-control")
+    data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
+    if recipe.full:
+        return f"evaluate it: rope-extend evaluate {output} {data}"
+    window, target = patch.shape.trained_length, patch.target_length
+    if target <= window:
+        return "a control: give it to `rope-extend report`, with the adapter of the same training"
+    report = f"rope-extend report {quote(recipe.model)} {output}"
+    what = f"--target-length {target} --lengths {window},{target} {data}"
+    if not (flags := control_flags(recipe.to_dict(), window)):
+        return f"evaluate it: {report} {what}"
+    train = f"rope-extend finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    both = "next: train its control, and compare both on other documents"
+    return f"{both}\n  {train}\n  {report} {control} {what}"
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,12 @@ def as_many_tokens(window: int, length: int, blocks: int, steps: int) -> tuple[i
 
 
 def control_flags(recipe: Mapping[str, Any], window: int) -> str:
-    """The flags with which a recipe trains its control: without an extension, on as many tokens."""
+    """The flags with which a recipe trains its control: without an extension, on as many tokens.
+
+    Empty if flags alone cannot turn it into one: with mixed windows, or parameters of the method.
+    """
+    if recipe.get("mixed_windows") or recipe.get("method_parameters"):
+        return ""
     length = recipe.get("block_length") or recipe["target_length"]
     block, count, steps = as_many_tokens(window, length, recipe["gradient_accumulation"], recipe["steps"])
     lengths = f"--target-length {format_length(window)} --block-length {format_length(block)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,9 +31,12 @@ from rope_extend.models.decoders import unwrap
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.rotary_tables import length_groups
 from rope_extend.patching import current_patch, patch_model
+from rope_extend.units import format_length
 
 DOUBLINGS = 3
-"""How many doublings of the trained window are measured by default."""
+"""How many doublings of the trained window are measured by default, without an adapter."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,20 @@ class Candidates:
         empty = load_options.empty(config.model)
         model_info = info(empty, trained_length=config.trained_length)
         shape = model_info.shape
-        lengths = config.lengths or tuple(shape.trained_length << n for n in range(DOUBLINGS + 1))
+        records = {adapter: read_record(adapter) for adapter in config.adapters}
+        window, reach = (
+            shape.trained_length,
+            max((each.target_length for each in records.values()), default=0),
+        )
+        reach = reach if reach > window else window << DOUBLINGS
+        doublings = range((reach // window).bit_length())
+        lengths = config.lengths or tuple(sorted({*(window << n for n in doublings), reach}))
+        for adapter, record in records.items():
+            if window < record.target_length < lengths[-1]:
+                logger.warning(
+                    "%s has a window of %s, and is measured up to %s: expect nonsense after it",
+                    adapter, *map(format_length, (record.target_length, lengths[-1])),
+                )  # fmt: skip
         labels = method_labels(config.methods or ())  # refuses a saved encoding that is given twice
         if PLAIN in labels:
             labels[PLAIN] = plain_label(model_info)
@@ -74,7 +91,6 @@ class Candidates:
             RowSpec(label, method, method_encoding(method, shape, lengths[-1]))
             for method, label in labels.items()
         ]
-        records = {adapter: read_record(adapter) for adapter in config.adapters}
         for adapter, record in records.items():
             _check_removable(Path(adapter))
             if record.shape != shape:
@@ -190,7 +206,10 @@ def cast_adapter(model: Any) -> Any:
 def _check_removable(adapter: Path) -> None:
     """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them."""
     if not is_adapter(adapter):
-        return  # loading says what is missing
+        raise RopeExtendError(
+            f"{adapter} holds no adapter ({ADAPTER_CONFIG}). If it is a merged checkpoint, or one of which "
+            "all weights were trained, give it as the model"
+        )
     config = read_json(adapter / ADAPTER_CONFIG)
     bias = config.get("bias", "none")
     reason = changes_base(SimpleNamespace(**config)) or (None if bias == "none" else f'bias="{bias}"')

@@ -166,8 +166,10 @@ def _lead(
         parts.append(Code(heading, text))
     undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
     for row in (row for row in measured.rows if row.label in undecided):
+        train = _control_command(row, shown)
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
-        parts.append(Code(heading, _control_command(row, shown)))
+        heading += ". In place of ..., what its training had" if "..." in train else ""
+        parts.append(Code(heading, train))
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
     return parts
@@ -182,11 +184,11 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     output = f"--output {shlex.quote(f'{shown(adapter)}-control')}"
     with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
-        if not recipe["mixed_windows"] and not recipe["method_parameters"]:
-            file = shlex.quote(f"{shown(adapter)}/recipe.yaml")
-            return f"rope-extend finetune {file} {control_flags(recipe, window)} {output}"
-    flags = f"--method none --target-length {window} --block-length {window}"
-    return f"rope-extend finetune {shlex.quote(shown(row.model))} {flags} --data ... {output}"
+        if changes := control_flags(recipe, window):
+            return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
+    blanks = " ".join(f"--{name} ..." for name in ("data", "steps", "learning-rate", "lora-targets"))
+    flags = f"--method none --target-length {window} --block-length {window} {blanks}"
+    return f"rope-extend finetune {shlex.quote(shown(row.model))} {flags} {output}"
 
 
 def how_it_was_made(config: ModelConfig) -> Code:

@@ -171,7 +171,7 @@ class ModelConfig(Config):
 
     default_texts: ClassVar[Mapping[str, str]] = {
         "methods": f"{AS_IS}, or no such row if there are adapters",
-        "lengths": "the trained window and its doublings up to 8x",
+        "lengths": "the trained window and its doublings up to 8x, or to the window of an adapter",
     }
     """What help says of defaults that are computed."""
     command: ClassVar[str] = "evaluate"

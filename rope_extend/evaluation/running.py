@@ -168,12 +168,26 @@ def _measure_all(
             row = cell.row
             started = time.perf_counter()
             values = _measure(measurement, model, cell, bar)
+            _warn_of_worse_than_chance(measurement, lm, cell, values)
             done += cell.work
             if is_main_process() or not _together(measurement, cell):
                 store.write(cell, {**values, "seconds": time.perf_counter() - started})
             if progress:
                 left = f"{format_duration(_seconds(work - done, done, begun))} to go"
                 logger.info("[%d/%d] %s; %s", number, len(cells), log_line(cell, values), left)
+
+
+def _warn_of_worse_than_chance(measurement: Measurement, lm: Any, cell: Cell, values: dict[str, Any]) -> None:
+    """Say if plain RoPE does worse within its window than a guess among all tokens."""
+    plain = cell.row.record is None and measurement.candidates.is_plain(cell.row)
+    if cell.kind != PERPLEXITY or not plain or measurement.lengths[0] > measurement.trained:
+        return
+    size, by_length = lm.config.get_text_config().vocab_size, values["result"]["ppl"]
+    if (level := by_length[min(by_length, key=int)] or math.inf) > size:
+        logger.warning(
+            "perplexity %.0f of %s within the trained window is worse than a guess among %d tokens; do the "
+            "tokenizer, the weights and the text belong together?", level, values["document"], size,
+        )  # fmt: skip
 
 
 def _together(measurement: Measurement, cell: Cell) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
+from rope_extend.evaluation.comparison import Comparison, against_cropped, differences, regressions
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
 from rope_extend.report.tables import Section, number, signed
@@ -153,7 +153,8 @@ def _sentence(
         return f"Not decided on {best.label}: {why}.{' Or train.' * train}", train
     elif trained:
         first = f"No row meets all three criteria at {target}, with or without training."
-        more = " Train for more steps if perplexity still fell at the end of the run, or passkeys are missed."
+        missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
+        more = f" Train for more steps (--resume --steps N) if perplexity still fell at the end{missed}."
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
@@ -182,15 +183,15 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         RopeExtendError: the control was not cropped, no length is beyond its window, or the two were measured
             on different texts, or in other blocks: the window must be one of the lengths.
     """
-    differences = result.against(control) if control.cropped else []
-    if not differences:
+    changes = result.against(control) if control.cropped else []
+    if not changes:
         raise RopeExtendError(
             "verdict compares a result with its control: on the same texts and lengths, of which one is the "
             f"control's window and the longest exceeds it; got {result!r} and {control!r}, window "
             f"{control.window}"
         )
-    base, change = EvaluationRow("the control", result=control), differences[-1]
-    row = EvaluationRow("the model", result=result, adapter=None if same_training else "trained")
+    base = EvaluationRow("the control", result=control, adapter="trained" if same_training else None)
+    row, change = EvaluationRow("the model", result=result, adapter="trained"), changes[-1]
     window, longest = format_length(control.window or 0), format_length(change.length)
     words, useful, _ = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
@@ -200,6 +201,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
         f"cropped context: {words}"
     )
+    if (within := result.ppl[control.window or 0] / control.ppl[control.window or 0]) > MOST_COST:
+        said += f"; within {window} it is {_change(within)}"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
     if useful is False:
@@ -210,20 +213,29 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
 
 
 def _alone(comparison: Comparison) -> str:
-    """How much of a gain may be that of the training alone, and what shows it; empty if nothing may."""
-    control, change = comparison.first.result, comparison.longest
-    if not (comparison.before_training and change.nats < 0):
+    """How much of a gain may be that of the training alone, and what shows it; empty if nothing may.
+
+    That is so if the control is not trained, or if the row gains as much within the old window, where its
+    longer context is of no use: then their training differs.
+    """
+    control, change, row = comparison.first.result, comparison.longest, comparison.second
+    window, untrained = control.window or 0, comparison.before_training
+    if row.adapter is None or change.nats >= 0 or not math.isfinite(change.nats):
         return ""
-    window = control.window or 0
+    same = row.result.same_targets(control)
+    within = next(iter(differences(control, row.result, [window]) if same else []), None)
+    as_much = within and within.clear and within.nats < 0 and not (change.high or 0) < within.nats
+    if not (untrained or as_much):
+        return ""
     old, new = format_length(window), format_length(change.length)
-    within = comparison.second.result.ppl.get(window, math.nan) / control.ppl.get(window, math.nan)
+    ratio = within.ratio if within else math.nan
     chance = "" if change.clear else "which may be chance, "
-    but, so = ("but", " too, so") if within < 1 else ("and", ", and a part of")
+    but, so = ("but", " too, so") if ratio < 1 else ("and", ", and a part of")
     return (
         f"from {old} to {new}, perplexity of {counted(change.documents, 'document')} is "
-        f"{_change(change.ratio)} than before training, {chance}{but} within {old} it is {_change(within)}"
-        f"{so} this may be the training alone. Train a control: plain RoPE, on as many "
-        f"tokens within {old}"
+        f"{_change(change.ratio)} than {'before training' if untrained else 'that of the control'}, {chance}"
+        f"{but} within {old} it is {_change(ratio)}{so} this may be the training alone. Train a control in "
+        f"the same way: plain RoPE, on as many tokens within {old}"
     )
 
 
@@ -257,7 +269,7 @@ def _gain(comparison: Comparison) -> Criterion:
         return Criterion(f"{words}; but {too_weak}", None, too_weak)
     if change.certain is None and (change.nats < 0 or not change.clear):
         return Criterion(f"{words}; a verdict needs at least {FEWEST_TO_DECIDE} documents", None, more)
-    if comparison.before_training and change.nats < 0:
+    if _alone(comparison):
         return Criterion(f"{words}: perhaps the training alone", None)
     if change.certain or (change.clear and change.nats > 0):
         return Criterion(words, bool(change.certain))

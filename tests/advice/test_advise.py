@@ -29,7 +29,7 @@ from rope_extend.cli.main import main, parse
 from rope_extend.cli.measure import model_config
 from rope_extend.cli.train import recipe_of
 from rope_extend.data.blocks import control_flags
-from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.evaluation_config import StudyConfig
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
 from rope_extend.models.rotary_tables import shape_of
@@ -450,10 +450,11 @@ def test_the_commands_run_as_they_are_printed(
             words += ["--steps", "2", "--gradient-accumulation", "1", "--dtype", "float32"]
         main([*words, "--trials", "1"] if words[0] in ("retrieve", "report") else words)
         printed += capsys.readouterr().out
-    for after in re.findall("evaluate it: rope-extend (.*)", printed):
-        config = model_config(EvaluationConfig, parse(shlex.split(after)))
-        assert config.data
-        assert config.output
+    trained, compared = (re.findall(f"  rope-extend ({name} .*)", printed) for name in ("finetune", "report"))
+    assert recipe_of(parse(shlex.split(trained[0]))).method == "none"
+    config = model_config(StudyConfig, parse(shlex.split(compared[0])))
+    assert (len(config.adapters), config.lengths) == (2, (window, target))
+    assert "a control: give it to `rope-extend report`" in printed
     assert tokens == pytest.approx([tokens[0]] * 3, rel=0.002)
     recipe, control = (Recipe.from_yaml(path) for path in sorted(tmp_path.glob("runs/*/recipe.yaml"))[:2])
     assert (recipe.method, recipe.target_length) == ("yarn", target)

@@ -24,6 +24,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import running
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.cells import CELLS, Cell, collect, finished_in
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, StudyConfig
 from rope_extend.evaluation.identity import model_identity
@@ -434,12 +435,29 @@ def test_documents_of_one_file_name_are_two_and_weighted_by_tokens() -> None:
     assert both.data not in ("a", "b")
 
 
-def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(work: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_measured_up_to_its_window(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "adapter")
+    config = config_of(work, methods=("none",), adapters=(str(tmp_path / "adapter"),), lengths=None)
+    assert Candidates.of(config).lengths == (32, 64, 128)
+    assert Candidates.of(replace(config, adapters=())).lengths == (32, 64, 128, 256)
+    assert "is measured up to" not in caplog.text
+    Candidates.of(replace(config, lengths=(32, 160)))
+    assert "has a window of 128, and is measured up to 160" in caplog.text
+    (tmp_path / "adapter" / "adapter_config.json").unlink()  # as in a merged checkpoint
+    with pytest.raises(RopeExtendError, match=r"holds no adapter .* give it as the model"):
+        Candidates.of(config)
+
+
+def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It was refused when its turn came, after rows were measured, and after an old study was deleted."""
     saved(tmp_path / "adapter")
     lm = AutoModelForCausalLM.from_pretrained(work / "model")
     with torch.no_grad():
-        lm.model.layers[0].mlp.down_proj.weight *= 1.5
+        lm.lm_head.weight *= 1000
     shutil.copytree(work / "model", tmp_path / "other")
     lm.save_pretrained(tmp_path / "other")
     config = config_of(work, methods=("none",), max_documents=1, output=str(tmp_path / "out"))
@@ -449,6 +467,9 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_lost(work: Pat
     with pytest.raises(RopeExtendError, match="has other weights"):
         rx.evaluate(config, overwrite=True, progress=False)
     assert (tmp_path / "out" / CELLS).read_bytes() == before
+    assert "worse than a guess" not in caplog.text
+    rx.evaluate(replace(config, adapters=(), output=None), progress=False)
+    assert "worse than a guess" in caplog.text
 
 
 @pytest.mark.parametrize("output", ["", "out"])

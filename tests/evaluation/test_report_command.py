@@ -114,7 +114,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     run(f"finetune {{model}} --data {{data}} --target-length 64 {short}", work, tmp_path)
     assert "1 steps, 192 tokens" in capsys.readouterr().out
     model = str(work / "model")
-    tuned = replace(judged("run", 0.9, 1.0, "my run", target_length=64), model=model)
+    tuned = replace(judged("run", 0.9, 1.0, "my run", short=1.0, target_length=64), model=model)
     config = EvaluationConfig(model=model, adapters=("my run",))
     for directory in ("my run", "elsewhere"):
         rows = [PLAIN, CONTROL, replace(tuned, adapter=directory)]
@@ -123,8 +123,10 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         if directory == "my run":
             main(shlex.split(code.text)[1:])
             assert "1 steps, 192 tokens" in capsys.readouterr().out
-    words = "--method none --target-length 32 --block-length 32 --data ... --output elsewhere-control"
+    blanks = "--data ... --steps ... --learning-rate ... --lora-targets ... --output elsewhere-control"
+    words = f"--method none --target-length 32 --block-length 32 {blanks}"
     assert code.text == f"rope-extend finetune {model} {words}"
+    assert code.heading.endswith("In place of ..., what its training had")
     rows.append(cropped(1.0, "my run-control"))
     assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
 
