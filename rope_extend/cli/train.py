@@ -15,6 +15,7 @@ from rope_extend.cli.arguments import add_existing, add_json, add_settings, argu
 from rope_extend.config import add_flags, from_arguments
 from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
+from rope_extend.method_names import CURRENT
 from rope_extend.models.locating import check_checkpoint
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.training.recipe import Recipe
@@ -130,8 +131,9 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
 
     output, control = quote(run), quote(f"{run}-control")
     data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
-    if recipe.full:
-        return f"evaluate it: rope-extend evaluate {output} {data}"
+    if recipe.full or recipe.start == CURRENT:  # whose control `report` does not have
+        model = "" if recipe.full else f"{quote(recipe.model)} "
+        return f"evaluate it: rope-extend evaluate {model}{output} {data}"
     window, target = patch.shape.trained_length, patch.target_length
     if target <= window:
         return "a control: give it to `rope-extend report`, with the adapter of the same training"

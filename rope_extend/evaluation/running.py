@@ -179,8 +179,9 @@ def _measure_all(
 
 def _warn_of_worse_than_chance(measurement: Measurement, lm: Any, cell: Cell, values: dict[str, Any]) -> None:
     """Say if plain RoPE does worse within its window than a guess among all tokens."""
-    plain = cell.row.record is None and measurement.candidates.is_plain(cell.row)
-    if cell.kind != PERPLEXITY or not plain or measurement.lengths[0] > measurement.trained:
+    plain = cell.row.record is None and cell.row.crop is None and measurement.candidates.is_plain(cell.row)
+    first = cell.kind == PERPLEXITY and cell.number == 0  # once is enough
+    if not (first and plain) or measurement.lengths[0] > measurement.trained:
         return
     size, by_length = lm.config.get_text_config().vocab_size, values["result"]["ppl"]
     if (level := by_length[min(by_length, key=int)] or math.inf) > size:

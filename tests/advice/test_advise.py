@@ -451,10 +451,12 @@ def test_the_commands_run_as_they_are_printed(
         main([*words, "--trials", "1"] if words[0] in ("retrieve", "report") else words)
         printed += capsys.readouterr().out
     trained, compared = (re.findall(f"  rope-extend ({name} .*)", printed) for name in ("finetune", "report"))
-    assert recipe_of(parse(shlex.split(trained[0]))).method == "none"
-    config = model_config(StudyConfig, parse(shlex.split(compared[0])))
-    assert (len(config.adapters), config.lengths) == (2, (window, target))
-    assert "a control: give it to `rope-extend report`" in printed
+    assert len(trained) == len(compared) == (window == 256)  # an extended table has another control
+    for command in compared:
+        assert recipe_of(parse(shlex.split(trained[0]))).method == "none"
+        config = model_config(StudyConfig, parse(shlex.split(command)))
+        assert (len(config.adapters), config.lengths) == (2, (window, target))
+        assert "a control: give it to `rope-extend report`" in printed
     assert tokens == pytest.approx([tokens[0]] * 3, rel=0.002)
     recipe, control = (Recipe.from_yaml(path) for path in sorted(tmp_path.glob("runs/*/recipe.yaml"))[:2])
     assert (recipe.method, recipe.target_length) == ("yarn", target)
