@@ -26,12 +26,14 @@ from rope_extend.plots.style import (
 from rope_extend.units import counted, format_length
 
 WITH_CROPPED = "compared with a cropped context"
-LEAST_SHOWN, MOST_SHOWN = 2, 15
-"""Bounds of the change in percent up to which the axis of a comparison goes, unless a gain is larger."""
+LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
+"""Bounds in percent up to which the axis goes, unless a gain is larger; the last is that of the best row."""
 
 
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
+
+    Where a control scored a part of the targets only, this is an estimate, and its label says so.
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
@@ -40,7 +42,9 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     canvas = Canvas(path, "Perplexity against length", room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
-        lengths, values = np.array(sorted(row.result.levels.items()), dtype=np.float64).reshape(-1, 2).T
+        lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).reshape(-1, 2).T
+        if len(row.result.levels) < len(row.result.ppl):
+            style["label"] += " (estimated)"
         draw_line(axes, lengths, values, **style)
     perplexity_axis(axes)
     length_axis(axes, sorted({length for row in rows for length in row.result.ppl}), "length, tokens")
@@ -96,7 +100,8 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
     """The row that gains most over its control, a clear gain before all others; and that in words.
 
-    A gain over a control that is too weak is no finding, nor one of training over a control without it.
+    It is an extended row if there is any. A gain over a control that is too weak is no finding, nor one of
+    training over a control without it.
     """
 
     alone = {id(row) for row in rows if row.adapter and not controls[id(row)].adapter}
@@ -106,6 +111,7 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
         finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak or id(row) in alone
         return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
+    rows = [row for row in rows if row.is_extended] or rows
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
@@ -128,9 +134,9 @@ def _zoom(axes: Axes, values: Floats, nearest: Floats) -> float:
         The top of the axis.
     """
     lowest, highest = np.nanmin(values, initial=0), np.nanmax(values, initial=0)
-    most = max(MOST_SHOWN, -lowest, min(np.nanmax(nearest, initial=0), 100))
+    most = max(MOST_SHOWN, -lowest, min(np.nanmax(nearest, initial=0), MOST_OF_BEST))
     top = 1.1 * float(np.clip(highest, max(LEAST_SHOWN, -lowest), most))
-    axes.set_ylim(1.1 * min(lowest, -LEAST_SHOWN), top)
+    axes.set_ylim(min(lowest, -LEAST_SHOWN) - 0.06 * top, top)  # room for half a marker
     axes.axhline(0, color=QUIET, linewidth=1, zorder=1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g} %" if value else "equal"))
     return top

@@ -37,7 +37,9 @@ def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path) -> Path:
         path: the output file; the suffix gives the format.
     """
     rows = [row for row in rows if task in row.retrieval.tasks]
-    canvas = Canvas(path, f"Retrieval against length: {task}", room=16)
+    solved = any(any(each.scores) for row in rows for each in row.retrieval.cells if each.task == task)
+    title = f"Retrieval against length: {task}" if solved else f"{task}: no row solves any trial"
+    canvas = Canvas(path, title, room=16)
     axes = canvas.axes
     measured = sorted({n for row in rows for n in row.retrieval.lengths(task)})
     nearest = min([2, *(after / before for before, after in pairwise(measured))])

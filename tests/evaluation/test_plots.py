@@ -48,8 +48,12 @@ def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
 
 
 def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
+    """A control that scored some of the targets beyond its window has estimates, and its label says so."""
+    some = {32: 93, 64: 100, 128: 200, 256: 300}
+    rows.append(row("some", None, 2.2, protocol="cropped", window=32, blocks=2, tokens=some))
     path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png")
     axes = drawn[0].axes
+    rows[-1] = replace(rows[-1], label="some (estimated)")
     assert lines(axes).keys() == {r.label for r in rows}
     for r in rows:
         x, y = lines(axes)[r.label].get_data()
@@ -182,6 +186,11 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     plots.plot_loss_by_position([control, above, at("near", 0.4)], tmp_path / "d.png")
     assert "failed (above)" in lines(drawn[2].axes)
     assert drawn[2].axes.get_ylim()[1] > max(lines(drawn[2].axes)["near"].get_ydata()) > 40
+    # That is an extended row, also where plain RoPE is nearer, and if all are far.
+    plots.plot_loss_by_position([control, at("plain", 1, "none"), at("far", 3), above], tmp_path / "i.png")
+    axes = drawn.pop().axes
+    assert any("thick line: far" in text.get_text() for text in axes.texts)
+    assert axes.get_ylim()[1] > max(lines(axes)["far"].get_ydata()) > 1900
 
 
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
@@ -202,6 +211,11 @@ def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:
     assert rate == pytest.approx(170 / 3)
     (next_to_it,), _ = drawn[1].axes.lines[1].get_data()
     assert length < 1000 < next_to_it < 1.5 * length  # so that neither hides the other
+    none = rx.EvaluationRow("none", retrieval=RetrievalResult((replace(cells[0], scores=(0.0,) * 10),)))
+    plot_accuracy([one, none], "passkey", tmp_path / "one.png")
+    plot_accuracy([none], "passkey", tmp_path / "none.png")
+    titles = [picture.axes.get_title(loc="left") for picture in drawn[-2:]]
+    assert titles == ["Retrieval against length: passkey", "passkey: no row solves any trial"]
     plot_heat_map(replace(one, retrieval=RetrievalResult((*cells, *longer))), "passkey", tmp_path / "two.png")
     axes = drawn[-1].axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == [format_length(1000), "2k"]
