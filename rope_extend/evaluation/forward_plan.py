@@ -29,7 +29,7 @@ from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import causal_lm, default_chunk_bytes
 from rope_extend.memory.budget import weight_bytes
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.meta_device import META, dry_run, quiet_patching, try_estimate
+from rope_extend.memory.meta_device import META, dry_run, of_all_layers, quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, MemoryEstimate, counter_of, longest, table
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.processes import is_main_process, process_count
@@ -266,6 +266,12 @@ class ForwardEstimator:
 
     def _peak(self, tokens: int, size: int, number: int) -> tuple[int, str]:
         """Peak bytes and strategy for a setup, by number. Short windows are batched as by the evaluator."""
+        if size < tokens:  # by few layers already
+            return self._run(tokens, size, number)
+        (peak,) = of_all_layers(self.model, lambda: self._run(tokens, size, number)[:1], least=3)
+        return peak, IN_ONE_PASS
+
+    def _run(self, tokens: int, size: int, number: int) -> tuple[int, str]:
         device = self.budget.device
         with dry_run(self.model, device, maskless=self.chunked.maskless), self.setups[number]():
             shortened = _ShortenedForward(self.model, META)

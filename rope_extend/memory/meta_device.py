@@ -77,26 +77,26 @@ def try_estimate(dry_run: Callable[[], _Estimate], model: nn.Module, subject: st
         return None
 
 
-def of_all_layers(model: nn.Module, count: Callable[[], Sequence[int]]) -> list[int]:
+def of_all_layers(model: nn.Module, count: Callable[[], Sequence[int]], least: int = DEPTH) -> list[int]:
     """The numbers that `count` finds in dry runs of a model.
 
-    If all layers are equal, each adds the same, so runs of a few layers are enough.
+    If all layers are equal, each adds the same, so runs of `least` layers and of one more are enough.
     """
     decoder = decoder_layers(model)
     if decoder is None or not decoder.complete:
         return [*count()]
     parent, name, layers, _ = decoder
     # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
-    if len(layers) <= 2 * DEPTH or not _equal_layers(model, layers):
+    if len(layers) <= 2 * least or not _equal_layers(model, layers):
         return [*count()]
     counts = []
-    for depth in (DEPTH, DEPTH + 1):
+    for depth in (least, least + 1):
         setattr(parent, name, layers[:depth])
         try:
             counts.append(count())
         finally:
             setattr(parent, name, layers)
-    return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
+    return [few + (len(layers) - least) * (more - few) for few, more in zip(*counts, strict=True)]
 
 
 def _equal_layers(model: nn.Module, layers: nn.ModuleList) -> bool:
