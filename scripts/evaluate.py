@@ -62,20 +62,28 @@ def main(args: argparse.Namespace) -> None:
         name = f"{Path(args.control_adapter or base).name}, context cropped to {window}"
         rows[name] = rx.perplexity(model, documents, lengths, protocol="cropped", window=window)
 
+    table = {label: row.levels for label, row in rows.items()}
+    if len(rows) > 1:  # beyond its window, a control may score some of the targets only
+        (ours, row), (name, cropped) = rows.items()
+        same, beyond = row.against(cropped), f"from token {window} on, targets of the control"
+        table[f"{ours}, {beyond}"] = {each.length: each.before * each.ratio for each in same}
+        table[f"{name}, {beyond}"] = {each.length: each.before for each in same}
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["row", *lengths])
-        for label, row in rows.items():  # beyond its window, a control may score some of the targets only
-            writer.writerow([label, *(f"{row.levels[n]:.4f}" if n in row.levels else "" for n in lengths)])
+        for label, levels in table.items():
+            writer.writerow([label, *(f"{levels[n]:.4f}" if n in levels else "" for n in lengths)])
     print((output / "table.csv").read_text(), end="")
 
-    for label, row in rows.items():
-        plt.plot(list(row.levels), list(row.levels.values()), marker="o", label=label)
+    for label, levels in table.items():
+        plt.plot(list(levels), list(levels.values()), marker="o", label=label)
     plt.axvline(window, color="grey", linestyle=":", label="trained window")
     plt.xscale("log", base=2)
+    plt.xticks(lengths, lengths)
+    plt.minorticks_off()
     plt.xlabel("context length in tokens")
     plt.ylabel("perplexity")
-    plt.legend()
+    plt.legend(loc="lower left", bbox_to_anchor=(0, 1))  # above the axes, on no line
     plt.savefig(output / "perplexity.svg", bbox_inches="tight")
     print(f"wrote {output / 'table.csv'} and {output / 'perplexity.svg'}")
     if len(rows) < 2:

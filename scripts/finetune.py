@@ -101,6 +101,7 @@ def main(args: argparse.Namespace) -> None:
 def print_next(args: argparse.Namespace, patch: rx.Patch, length: int) -> None:
     """Print how to train the control on as many tokens, and how to evaluate both."""
     window, control, script = patch.shape.trained_length, f"{args.output}-control", Path(sys.argv[0])
+    evaluate = script.with_name("evaluate.py")
     block, batch, steps = as_many_tokens(window, length, args.batch_size, args.steps)
     training = [
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
@@ -108,9 +109,9 @@ def print_next(args: argparse.Namespace, patch: rx.Patch, length: int) -> None:
         "--learning-rate", args.learning_rate, "--output", control,
     ]  # fmt: skip
     evaluation = [
-        "python", script.with_name("evaluate.py"), args.output, "path/to/other/documents",
-        "--lengths", f"{window},{patch.target_length}", "--control-adapter", control,
-        "--output", f"{args.output}-ppl",
+        "python", evaluate if evaluate.exists() else "path/to/scripts/evaluate.py", args.output,
+        "path/to/other/documents", "--lengths", f"{window},{patch.target_length}",
+        "--control-adapter", control, "--output", f"{args.output}-ppl",
     ]  # fmt: skip
     print("next: train its control, and compare both on other documents")
     for words in (training, evaluation):

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 import rope_extend as rx
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.report.tables import number
 from rope_extend.training.resume import checkpoints, read_state
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
@@ -140,11 +141,13 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     """Trained, measured and generated from; the control is the model before."""
     run, data, table = tmp_path / "run", work / "data", tmp_path / "out" / "table.csv"
     run.mkdir()  # as a run that failed leaves it
-    scripts.run(FINETUNE, subject, data, "--target-length", 48, "--steps", 2, "--output", run)
+    copy = shutil.copy(FINETUNE, tmp_path)  # without evaluate.py next to it
+    printed = scripts.run(copy, subject, data, "--target-length", 48, "--steps", 2, "--output", run)
+    assert "\n  python path/to/scripts/evaluate.py " in printed
     words = [data, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
     said = scripts.run(EVALUATE, run, *words).splitlines()
     assert "64 tokens exceed the window of 48 tokens, so expect nonsense after it" in said
-    head, ours, control = csv.reader(table.open())
+    head, ours, control, *_ = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
     assert (ours[0], control[0]) == ("yarn(factor=1.5)", f"{subject.name}, context cropped to {TRAINED}")
     undecided = "Not decided: from 32 to 64, perplexity of 2 documents is "  # training alone may help
@@ -180,7 +183,7 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     tokens = [read_state(checkpoints(each)[-1]).tokens for each in (run, control)]
     assert tokens == [2 * 4 * 48] * 2
     compared = scripts.run(*evaluation[1:])
-    row = list(csv.reader((tmp_path / "run-ppl" / "table.csv").open()))[-1]
+    row = list(csv.reader((tmp_path / "run-ppl" / "table.csv").open()))[2]
     assert row[0] == f"{control.name}, context cropped to {TRAINED}"
     documents = rx.load_documents(texts, rx.load_tokenizer(work / "model"), min_tokens=48)
     lm = rx.load(control, base_model=str(work / "model"))
@@ -188,6 +191,10 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     far = ["--lengths", 600, "--method", "linear", "--output", tmp_path]  # blocks of losses of 4, and of W/16
     said = scripts.run(EVALUATE, work / "model", texts, *far)
     assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
+    *_, control, ours, base = csv.reader((tmp_path / "table.csv").open())
+    assert control[2] == ""  # some of the targets; the last line compares both rows on these
+    assert base[0] == f"{control[0]}, from token {TRAINED} on, targets of the control"
+    assert f" {number(float(ours[2]))} instead of {number(float(base[2]))}, " in said.splitlines()[-1]
     assert "nonsense" not in said
     alone = scripts.run(EVALUATE, run, texts, "--lengths", 48, "--output", tmp_path / "alone")
     assert ["before training" in each for each in (alone, compared)] == [True, False]
@@ -260,7 +267,7 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
         "--output", str(tmp_path / "evaluation"),
         environment={**ON_A_CPU, "HF_HUB_CACHE": str(tmp_path / "hub")},
     )  # fmt: skip
-    _, ours, control = csv.reader((tmp_path / "evaluation" / "table.csv").open())
+    _, ours, control, *_ = csv.reader((tmp_path / "evaluation" / "table.csv").open())
     assert (ours[0], control[0]) == ("yarn(factor=2)", "model, context cropped to 256")
     assert (tmp_path / "evaluation" / "perplexity.svg").exists()
     assert "2 documents" in said
