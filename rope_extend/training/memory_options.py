@@ -19,8 +19,9 @@ LoRA's matrices of one layer share their input in any case, see `_shared_inputs`
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.errors import RopeExtendError
 from rope_extend.models.decoders import decoder_layers
 
 TILE, GPU_TILE = 1024, 4096
@@ -69,20 +70,11 @@ class MemoryOptions:
         gradient_checkpointing: recompute each layer in the backward pass.
         mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
-
-    Raises:
-        RopeExtendError: checkpoints are offloaded and no layer is recomputed, so there are none.
     """
 
     gradient_checkpointing: bool = False
     mlp_tiles: int = 0
     offload_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        refuse_if(
-            self.offload_checkpoints and not self.gradient_checkpointing,
-            "offload_checkpoints=True has nothing to offload without gradient_checkpointing=True; give both",
-        )
 
     @property
     def parts(self) -> list[str]:
@@ -125,14 +117,9 @@ def apply_memory_options(
         yield
 
 
-def recomputes(model: Any) -> bool:
-    """Whether transformers supports gradient checkpointing of this model."""
-    return bool(model.supports_gradient_checkpointing)
-
-
 @contextmanager
 def _gradient_checkpointing(model: Any) -> Iterator[None]:
-    if not recomputes(model):
+    if not model.supports_gradient_checkpointing:
         raise RopeExtendError(
             f"{type(model).__name__} does not support gradient checkpointing; set gradient_checkpointing to "
             "false or auto"
@@ -265,20 +252,15 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
 def _norms(model: nn.Module) -> list[nn.Module]:
     """The norms of hidden states in and behind the layers of a decoder; those inside attention are small."""
     layers = decoder_layers(model)
-    if layers is None:
-        return []
-    parts = [part for module in (*layers.layers, layers.parent) for part in module.children()]
-    return [part for part in parts if _is_norm(getattr(part, "original_module", part))]
-
-
-def _is_norm(part: nn.Module) -> bool:
-    """Whether a module normalises each token independently, and takes nothing but hidden states."""
-    name = type(part).__name__
-    return (
-        "Norm" in name
-        and not any(kind in name for kind in ("Batch", "Group", "Instance"))
+    modules = () if layers is None else (*layers.layers, layers.parent)
+    # The name of a norm that is independent for each token. It may take more than hidden states.
+    norm = re.compile("(?!.*(Batch|Group|Instance)).*Norm")
+    return [
+        part
+        for part in (part for module in modules for part in module.children())
+        if norm.match(type(getattr(part, "original_module", part)).__name__)
         and len(inspect.signature(part.forward).parameters) == 1
-    )
+    ]
 
 
 def _in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:
@@ -370,11 +352,8 @@ class _Tiles(torch.autograd.Function):
 def _computation_context(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
     """Makes a context that restores what a computation depends on apart from its inputs: autocast and the
     random generators, which afterwards continue as before."""
-    kind = hidden.device.type
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if torch.amp.is_autocast_available(kind):
-        enabled = torch.is_autocast_enabled(kind)
-        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
+    kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know the meta device
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
     cpu, (devices, states) = torch.get_rng_state(), get_device_states(hidden)
 
     @contextmanager

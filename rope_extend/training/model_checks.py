@@ -8,21 +8,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.integrations import integration_utils
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import check_sampled
 from rope_extend.encodings import RopeShape
+from rope_extend.errors import refuse_if
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.processes import is_main_process
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.lora import extended, left_out, lora_config
+from rope_extend.training.lora import TextReach, extended, left_out, lora_config, text_reach
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.text_reach import TextReach, text_reach
 
 logger = logging.getLogger(__name__)
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed.
+
+    Raises:
+        RopeExtendError: says what to install; for an unknown name, lists the known ones.
+    """
+    known, installed = INTEGRATION_TO_CALLBACK, integration_utils.get_available_reporting_integrations()
+    for name in names:
+        refuse_if(name not in known, f"no tracker is named {name!r}; use one of {', '.join(sorted(known))}")
+        package = name.replace("_", "-")
+        refuse_if(
+            name not in installed,
+            f"recipe: the package of the tracker {name} is missing; pip install {package}",
+        )
 
 
 def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:

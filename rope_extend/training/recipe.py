@@ -23,7 +23,6 @@ from rope_extend.config import (
     TEXT,
     Config,
     items,
-    list_of,
     or_auto,
 )
 from rope_extend.data.choices import CONSECUTIVE, RESTART, SAMPLED, SHORTEST, UNPACKED
@@ -45,7 +44,6 @@ def _targets(value: Any) -> str | tuple[str, ...]:
 
 _TARGETS = Kind("attention, all-linear, none, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
-_WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
 """Names of `TrainingArguments.optim` whose memory the plan knows."""
@@ -98,8 +96,8 @@ class Recipe(Config):
             "method", "method_parameters", "start", "current_length", "trained_length",
         ),
         "data and blocks": (
-            "block_length", "positions", "packing", "end_of_text", "mixed_windows", "short_share",
-            "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
+            "block_length", "positions", "packing", "mixed_windows", "short_share", "text_column", "split",
+            "max_documents",
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim",
@@ -164,11 +162,6 @@ class Recipe(Config):
         "several short documents per block, each attended to alone, with positions that restart in each; "
         "none drops documents shorter than a block",
     ] = UNPACKED
-    end_of_text: Annotated[
-        bool,
-        FLAG,
-        "end each packed document with the tokenizer's end-of-text token (EOS), as in pretraining",
-    ] = True
     mixed_windows: Annotated[
         bool,
         FLAG,
@@ -259,24 +252,9 @@ class Recipe(Config):
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
     eval_split: Annotated[str, TEXT, "split of a hub dataset to evaluate on"] = "validation"
-    data_weights: Annotated[
-        tuple[float, ...] | None,
-        _WEIGHTS,
-        "how often blocks come from each entry of data, as ratios in any unit; by size if not given",
-    ] = None
-    streaming: Annotated[
-        bool,
-        FLAG,
-        "read a hub dataset over the network as far as max_documents needs, instead of downloading all of it",
-    ] = False
     max_documents: Annotated[
-        int | None,
-        POSITIVE_COUNT,
-        "number of documents of data to use, of each entry if they have weights; all if not given",
+        int | None, POSITIVE_COUNT, "number of documents of data to use; all if not given"
     ] = None
-    max_tokens: Annotated[int | None, POSITIVE_COUNT, "tokens to use of each document; all if not given"] = (
-        None
-    )
 
     def check_early(self) -> None:
         """Check the name of the method, and fields that belong together; imports nothing.
@@ -286,9 +264,8 @@ class Recipe(Config):
         """
         check_method_name(self.method)
         check_start("recipe", self.start, self.current_length)
-        entries = 1 if isinstance(self.data, str) else len(self.data)
-        weights, mixed = self.data_weights, self.mixed_windows
-        sampled, packs = self.positions != CONSECUTIVE, self.packing != UNPACKED
+        mixed, sampled = self.mixed_windows, self.positions != CONSECUTIVE
+        packs = self.packing != UNPACKED
         either = "leave one of the two out"
         contradictions = {
             f"block_length {self.length} is greater than target_length {self.target_length}; raise "
@@ -305,15 +282,6 @@ class Recipe(Config):
             f"block_length is {self.length}; set block_length to less than target_length, such as the "
             f"pretrained window, and to {SHORTEST} tokens or more": (
                 sampled and not SHORTEST <= self.length < self.target_length
-            ),
-            "mixed_windows and data_weights cannot be combined: short_share says how often each kind comes; "
-            f"{either}": mixed and weights is not None,
-            f"data_weights has {len(weights or ())} numbers and data has {entries} entries; give a list of "
-            "two sources or more as data, and one weight for each": (
-                weights is not None and (entries == 1 or len(weights) != entries)
-            ),
-            "streaming reads as far as max_documents needs; set max_documents, or leave streaming out": (
-                self.streaming and self.max_documents is None
             ),
             "offload_checkpoints keeps the inputs of recomputed layers in host memory, but "
             "gradient_checkpointing is false; set it to true or auto": (

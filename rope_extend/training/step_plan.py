@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,22 @@ from rope_extend.memory.plan import Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.training.lora import adapted, extended
+from rope_extend.training.lora import TextReach, adapted, extended, text_reach
 from rope_extend.training.memory_options import (
     MemoryOptions,
     apply_memory_options,
     default_tile,
-    recomputes,
     tileable,
 )
-from rope_extend.training.metrics import check_trackers
-from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
+from rope_extend.training.model_checks import (
+    check_recipe,
+    check_trackers,
+    evaluation_lengths,
+    weights_dtype,
+)
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
-from rope_extend.training.text_reach import TextReach, text_reach
 
 ALONE = Sharding()
 
@@ -44,12 +46,11 @@ class TrainingPlan:
 
     Attributes:
         recipe: the run.
-        steps: one step per combination of options, each with one option more, the cheapest first. If not all
-            were requested, the list ends with the first that fits.
-        chosen: the step of the run: the first that fits, or else the last.
+        steps: one step per combination of options, each with one option more, the cheapest first, and at the
+            end one with weights of 4 bits. If not all were requested, the list ends with the first that fits.
+        chosen: the step of the run: the first that fits, or else the last with the weights of the recipe.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
-        quantized: the last step with weights of 4 bits, if all combinations were estimated.
         evaluation: the run's longest evaluation, including what is trained; None if the run does not
             evaluate.
         longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
@@ -62,7 +63,6 @@ class TrainingPlan:
     chosen: StepEstimate
     budget: Budget
     longest_block: int | None = None
-    quantized: StepEstimate | None = None
     evaluation: WindowEstimate | None = None
     longest_evaluation: int | None = None
     sharding: Sharding = ALONE
@@ -82,6 +82,11 @@ class TrainingPlan:
     def evaluates(self) -> bool:
         """Whether the evaluations fit as well, if there are any."""
         return self.evaluation is None or self.budget.fits(self.evaluation)
+
+    @property
+    def quantized(self) -> StepEstimate | None:
+        """The step with weights of 4 bits, if that was estimated."""
+        return self.steps[-1] if self.steps[-1].quantized else None
 
     def in_four_bits(self) -> TrainingPlan:
         """The plan with weights of 4 bits, if those were estimated."""
@@ -122,7 +127,7 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""
-        plain, steps = self.budget.as_dict, [*self.steps, *([self.quantized] if self.quantized else [])]
+        plain = self.budget.as_dict
         return {
             "length": self.recipe.length,
             "batch": self.recipe.batch_size,
@@ -134,7 +139,7 @@ class TrainingPlan:
             "host": self.budget.host,
             "steps": [
                 {**plain(step), "memory_options": str(step.memory_options), "chosen": step is self.chosen}
-                for step in steps
+                for step in self.steps
             ],
             "evaluation": plain(self.evaluation) if self.evaluation else None,
             "longest_block": self.longest_block,
@@ -142,15 +147,12 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        rows: list[tuple[str, MemoryEstimate, str]] = []
-        before: Sequence[str] = ()
-        for step in self.steps:
-            parts = step.memory_options.parts
-            added = ", ".join(part for part in parts if part not in before) or "no memory options"
-            rows.append((f"+ {added}" if rows else added, step, ""))
-            before = parts
-        if self.quantized is not None:
-            rows.append(("+ quantize: 4bit", self.quantized, ""))
+        first, *others = self.steps
+        options = ", ".join(first.parts) or "no memory options"
+        rows: list[tuple[str, MemoryEstimate, str]] = [(options, first, "")]
+        for before, step in zip(self.steps, others, strict=False):
+            added = [part for part in step.parts if part not in before.parts]
+            rows.append((f"+ {', '.join(added)}", step, ""))
         if (window := self.evaluation) is not None:
             rows.append((f"evaluation at {window.length:,} tokens", window, window.description))
         ranks, subject = self.sharding.ranks, f"steps of {self._blocks}"
@@ -267,54 +269,41 @@ def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[
     The cheapest option comes first, and those that the model does not support are left out. Weights of 4 bits
     are not among them: they change what is trained.
     """
-    memory_options = MemoryOptions(
-        gradient_checkpointing=recipe.gradient_checkpointing is True or recipe.offload_checkpoints is True,
-        mlp_tiles=0 if recipe.mlp_tiles == AUTO else int(recipe.mlp_tiles),
-        offload_checkpoints=recipe.offload_checkpoints is True,
-    )
-    candidates = [memory_options]
-    recomputed = memory_options.gradient_checkpointing
-    if recipe.gradient_checkpointing == AUTO and not recomputed and recomputes(model):
-        memory_options = replace(memory_options, gradient_checkpointing=True)
-        candidates.append(memory_options)
+    given = {item.name: getattr(recipe, item.name) for item in fields(MemoryOptions)}
+    if recipe.offload_checkpoints is True:
+        given["gradient_checkpointing"] = True
+    candidates = [MemoryOptions(**{name: value for name, value in given.items() if value != AUTO})]
     tokens = recipe.length * recipe.batch_size
     tile = default_tile(tokens, device)
-    if recipe.mlp_tiles == AUTO and tokens > tile and tileable(model):
-        memory_options = replace(memory_options, mlp_tiles=tile)
-        candidates.append(memory_options)
-    offloads = recipe.offload_checkpoints == AUTO and device.type == "cuda"
-    if offloads and memory_options.gradient_checkpointing:
-        candidates.append(replace(memory_options, offload_checkpoints=True))
+    available = {
+        "gradient_checkpointing": model.supports_gradient_checkpointing,
+        "mlp_tiles": tile if tokens > tile and tileable(model) else 0,
+        "offload_checkpoints": device.type == "cuda",
+    }
+    for name, value in available.items():
+        offloads = name == "offload_checkpoints"
+        if value and given[name] == AUTO and (not offloads or candidates[-1].gradient_checkpointing):
+            candidates.append(replace(candidates[-1], **{name: value}))
     return candidates
-
-
-def default_memory_options(recipe: Recipe, model: Any, device: torch.device) -> MemoryOptions:
-    """The options of a run whose memory cannot be estimated: the recipe's, with gradient checkpointing."""
-    candidates = candidate_options(recipe, model, device)
-    return next((options for options in candidates if options.gradient_checkpointing), candidates[0])
 
 
 def _plan_steps(
     estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget, all_options: bool
 ) -> TrainingPlan:
-    recipe, last = estimator.recipe, candidates[-1]
-    steps: list[StepEstimate] = []
+    recipe, last, steps = estimator.recipe, candidates[-1], list[StepEstimate]()
     for options in candidates:
         steps.append(estimator.step(options, recipe.length))
         if budget.fits(steps[-1]) and not all_options:
             break
-    chosen = next(filter(budget.fits, steps), None)
-    longest_block = None
-    if chosen is None:
-        chosen = steps[-1]
+    chosen, longest_block = next(filter(budget.fits, steps), steps[-1]), None
+    if not budget.fits(chosen):
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
-    quantized = None
     quantizable = not (recipe.full or estimator.sharding.weights or gguf_file(recipe.model))
     if (all_options or longest_block is not None) and not chosen.quantized and quantizable:
         weights = steps[-1].weights - estimator.quantized_savings
-        quantized = replace(steps[-1], quantized=True, weights=weights)
+        steps.append(replace(steps[-1], quantized=True, weights=weights))
     return TrainingPlan(
-        recipe, tuple(steps), chosen, budget, longest_block, quantized, sharding=estimator.sharding,
+        recipe, tuple(steps), chosen, budget, longest_block, sharding=estimator.sharding,
         reach=estimator.reach,
     )  # fmt: skip
 

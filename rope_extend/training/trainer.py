@@ -35,7 +35,8 @@ from rope_extend.data.documents import fingerprint
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.training.metrics import append
+from rope_extend.files import write_text
+from rope_extend.models.loading import one_error
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     PARTIAL,
@@ -134,7 +135,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
         if self.pop_callback(ProgressCallback):
-            self.add_callback(_Progress(self))
+            self.add_callback(_Progress)
         self.run = run
         self.progress = state or RunState()
         self._metrics_path = Path(run.recipe.output_dir if run else args.output_dir, "metrics.jsonl")
@@ -167,9 +168,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         )
         if self.run is None:  # otherwise finetune has read the state
             self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
-        # The metrics of an earlier run, which may have had other settings. The first line refuses a link.
-        if not self.progress.step and self.is_world_process_zero() and not self._metrics_path.is_symlink():
-            self._metrics_path.unlink(missing_ok=True)
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
@@ -292,13 +290,13 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         Raises:
             RopeExtendError: too many consecutive steps were skipped.
         """
-        before, finite = self.progress, self._finite
-        self._step_seconds = time.perf_counter() - self._started
+        before, finite, seconds = self.progress, self._finite, time.perf_counter() - self._started
+        self.speed = self._step_tokens / seconds
         state = self.progress = replace(
             before,
             step=self.state.global_step,
             tokens=before.tokens + self._step_tokens,
-            seconds=before.seconds + self._step_seconds,
+            seconds=before.seconds + seconds,
             skipped=before.skipped + (not finite),
             skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
         )
@@ -316,29 +314,37 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As in `Trainer`, with more numbers of a step, which `metrics.jsonl` gets too."""
-        if "loss" not in logs:
-            if self.run is None:  # a recipe's trackers do not get the sums of a whole run
-                super().log(logs, start_time)
-            return
-        state = self.progress
-        if self._finite:
+        state, of_step = self.progress, "loss" in logs
+        if of_step and self._finite:
             logs = {
                 "loss": self.loss,
                 "lr": logs["learning_rate"],
                 "grad_norm": self.norm,
                 "tokens": state.tokens,
-                "tokens_per_second": round(self._step_tokens / self._step_seconds, 1),
+                "tokens_per_second": round(self.speed, 1),
                 "peak_memory_bytes": peak_memory_bytes(self.args.device),
                 "seconds": round(state.seconds, 3),
             }
-        else:
+        elif of_step:
             logs = {"skipped": state.skipped, "tokens": state.tokens}
-        self._write(**logs)
+        elif self.run is not None:  # a recipe's trackers do not get the sums of a whole run
+            return
         super().log(logs, start_time)
+        if of_step:
+            self._write_metrics()
 
-    def _write(self, **values: Any) -> None:
+    def _write_metrics(self) -> None:
+        """Write the history of the run, which its checkpoints have too, so a resumed run repeats no line."""
+        lines = [{"step": line["step"], **line} for line in self.state.log_history]
+        text = "".join(
+            json.dumps({name: value for name, value in line.items() if name != "epoch"}) + "\n"
+            for line in lines
+        )
         if self.is_world_process_zero():
-            append(self._metrics_path, json.dumps({"step": self.progress.step, **values}).encode() + b"\n")
+            with one_error(
+                "the metrics cannot be written", "Make room, then resume from the last checkpoint"
+            ):
+                write_text(self._metrics_path, text)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Perplexity by length on the documents of the recipe, in every process; or as in `Trainer`."""
@@ -356,26 +362,26 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.model.train()
         if self.args.device.type == "cuda":  # the next measurements are of training steps alone
             torch.cuda.reset_peak_memory_stats(self.args.device)
-        evaluated = {"fingerprint": self._evaluated, "trained_on": data.trained_on}
-        self._write(perplexity=result.ppl, eval_data=evaluated)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
             logger.info("step %d: perplexity %s", step, curve)
         values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
-        super().log(values)
-        self.state.log_history[-1]["eval_data"] = self._evaluated
+        super().log(values)  # trackers take single numbers
+        evaluated = {"fingerprint": self._evaluated, "trained_on": data.trained_on}
+        self.state.log_history[-1] = {"step": step, "perplexity": result.ppl, "eval_data": evaluated}
+        self._write_metrics()
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
     def perplexity_after(self, step: int) -> dict[int, float]:
         """Perplexity after a step by length, of the text on which this run evaluates, as far as measured."""
-        names = {f"perplexity/{length}": length for length in (self.run.data.lengths if self.run else ())}
+        lengths = self.run.data.lengths if self.run else ()
         return {
-            names[name]: value
+            int(length): value
             for line in self.state.log_history
-            if line["step"] == step and line.get("eval_data") == self._evaluated
-            for name, value in line.items()
-            if name in names
+            if line["step"] == step and line.get("eval_data", {}).get("fingerprint") == self._evaluated
+            for length, value in line["perplexity"].items()
+            if int(length) in lengths  # as text, of a checkpoint
         }
 
 
@@ -452,11 +458,7 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
-    """The bar of `Trainer`, with loss and speed in place of a line for each log."""
-
-    def __init__(self, trainer: RopeTrainer) -> None:
-        super().__init__()
-        self.trainer = trainer
+    """The bar of `Trainer`, with loss and speed instead of a line for each log."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Begin the bar at the present step."""
@@ -467,6 +469,5 @@ class _Progress(ProgressCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show loss and speed."""
         if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_postfix_str(
-                f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
-            )
+            said = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
+            self.training_bar.set_postfix_str(said, refresh=False)

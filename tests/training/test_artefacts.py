@@ -97,11 +97,11 @@ def test_a_run_resumes_with_a_model_that_moved(recipe: Recipe, tmp_path: Path) -
 def test_configs_are_compared_under_one_version_of_transformers() -> None:
     """A new version may have new defaults; it does not change a weight."""
     before = {"config": "a", "weights": "b", VERSION: "5.17.0"}
-    state = RunState(recipe={"steps": 1}, model=before)
-    check_continues(state, replace(state, model={**before, "config": "c", VERSION: "5.23.0"}))
+    state = RunState(recipe={"steps": 1}, identity=before)
+    check_continues(state, replace(state, identity={**before, "config": "c", VERSION: "5.23.0"}))
     for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
         with pytest.raises(RopeExtendError, match=r"cannot resume: .* differs from that of the run in"):
-            check_continues(state, replace(state, model={**before, **changed}))
+            check_continues(state, replace(state, identity={**before, **changed}))
 
 
 @pytest.mark.slow

@@ -125,8 +125,6 @@ def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
     def run(way: str, **changes: Any) -> Recipe:
         name = "-".join([way, *(f"{field}={value}" for field, value in changes.items())])
         fields = {**WAYS[way], **changes}
-        if "data_weights" in fields:
-            fields["data"] = [f"{recipe.data}/{name}.txt" for name in "abc"]
         one = replace(recipe, **fields, output_dir=str(shared / name))
         if not any((shared / name).glob("*model.safetensors")):
             finetune(one, overwrite=True)
@@ -161,7 +159,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "learned": {"method": "t5_bias", "eval_data": None, "eval_every": 0},
     "bfloat16": {"dtype": "bfloat16"},
-    "packed and mixed": {"packing": "restart", "data_weights": (2, 1, 1)},
+    "packed": {"packing": "restart"},
     "full": {"lora_targets": "none", "method": "t5_bias", "train_norm_embed": False},
 }  # fmt: skip
 

@@ -42,27 +42,18 @@ def watch(owner, name, kill_at, file_at=None):
     original = getattr(owner, name)
 
     def watched(*args, **kwargs):
-        happens("before " + name, kill_at)
+        kind = name if name != "replace" else "replace " + Path(args[1]).suffix
+        happens("before " + kind, kill_at)
         result = original(*args, **kwargs)
         if file_at is not None:  # as if the process had written half
             content = Path(args[file_at]).read_bytes()
             Path(args[file_at]).write_bytes(content[: len(content) // 2])
-            happens("in the middle of " + name, kill_at)
+            happens("in the middle of " + kind, kill_at)
             Path(args[file_at]).write_bytes(content)
-        happens("after " + name, kill_at)
+        happens("after " + kind, kill_at)
         return result
 
     setattr(owner, name, watched)
-
-
-def watch_lines(kill_at, original=trainer.append):
-    def watched(path, line):
-        original(path, line[:9])
-        happens("in the middle of a line", kill_at)
-        with path.open("ab") as file:
-            file.write(line[9:])
-
-    trainer.append = watched
 
 
 def child(recipe, kill_at, log=None):
@@ -72,7 +63,6 @@ def child(recipe, kill_at, log=None):
     code = 1
     try:
         watch(trainer.RopeTrainer, "training_step", kill_at)
-        watch_lines(kill_at)
         watch(peft.peft_model, "safe_save_file", kill_at, 1)
         watch(torch, "save", kill_at, 1)
         for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "write_text")):
@@ -148,7 +138,7 @@ def outcome(directory: Path) -> dict[str, Any]:
 
 CHAINS: list[Kills] = [
     [("after training_step", 4)],  # in step 2
-    [("in the middle of save", 2), ("before fsync", 4), ("before replace", 1)],  # again and again
+    [("in the middle of save", 2), ("before fsync", 4), ("before replace ", 1)],  # again and again
     [("before rmtree", 2)],
 ]
 

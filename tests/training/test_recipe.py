@@ -47,7 +47,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         train_norm_embed=draw(st.booleans()),
         eval_data=held_out,
         eval_lengths=draw(st.none() | st.lists(lengths, min_size=1)) if held_out else None,
-        max_tokens=draw(st.none() | st.integers(1, 10**9)),
+        max_documents=draw(st.none() | st.integers(1, 10**9)),
     )
 
 
@@ -106,14 +106,6 @@ def test_missing_keys_are_all_named() -> None:
         ({"positions": "pose", "packing": "restart"}, "positions pose and packing restart cannot be"),
         ({"mixed_windows": True, "packing": "restart"}, "mixed_windows and packing restart cannot be"),
         ({"mixed_windows": True, "positions": "pose"}, "mixed_windows and positions pose cannot be combined"),
-        (
-            {"mixed_windows": True, "data": ["a", "b"], "data_weights": [1, 2]},
-            "mixed_windows and data_weights",
-        ),
-        ({"data": ["a", "b"], "data_weights": [1]}, "data_weights has 1 numbers and data has 2 entries"),
-        ({"data_weights": [1]}, "data_weights has 1 numbers and data has 1 entries.*two sources or more"),
-        ({"data_weights": [1, 0]}, "data_weights must be a list of numbers above 0"),
-        ({"streaming": True}, "streaming reads as far as max_documents needs; set max_documents"),
         ({"offload_checkpoints": True, "gradient_checkpointing": False}, "gradient_checkpointing is false"),
         ({"eval_every": 10}, "eval_every and eval_lengths need eval_data"),
         ({"positions": "pose"}, "block_length is 32768; set block_length to less than target_length"),
@@ -175,12 +167,12 @@ def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
     assert parse(str(file)) == base
     recipe = parse(
         str(file), "--target-length", "64k", "--learning-rate", "1.0e-4", "--no-train-norm-embed",
-        "--data-weights", "0.3,0.7", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
-        "--method-parameters", "beta_fast=16,truncate=false",
+        "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj", "--method-parameters",
+        "beta_fast=16,truncate=false",
     )  # fmt: skip
     assert recipe == Recipe.from_dict({
         **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "train_norm_embed": False,
-        "data_weights": [0.3, 0.7], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
+        "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
         "method_parameters": {"beta_fast": 16, "truncate": False},
     })  # fmt: skip
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
-from rope_extend.training.lora import adapted, left_out, lora_config
+from rope_extend.training.lora import TextReach, adapted, left_out, lora_config, text_reach
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.text_reach import TextReach, text_reach
 
 NOT_ALL = {
     "axk2", "bamba", "deepseek_v32", "dots3_note_text", "falcon_h1", "fuyu", "gemma3", "gemma3n_text",
