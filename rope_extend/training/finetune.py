@@ -12,12 +12,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, default_data_collator
+from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
 from rope_extend.attention.packed import check_packed_attention, packed_attention
 from rope_extend.attention.split_window import split_window
@@ -42,12 +42,6 @@ from rope_extend.report.versions import package_version
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import TextReach, adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.model_checks import (
-    check_recipe,
-    check_trackers,
-    evaluation_lengths,
-    weights_dtype,
-)
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     CHECKPOINTS,
@@ -59,7 +53,14 @@ from rope_extend.training.resume import (
     starting_point,
 )
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.step_plan import candidate_options, plan_training
+from rope_extend.training.step_plan import (
+    candidate_options,
+    check_recipe,
+    check_trackers,
+    evaluation_lengths,
+    plan_training,
+    weights_dtype,
+)
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
 from rope_extend.training.training_data import TrainerBlocks, load_data
 from rope_extend.units import format_bytes
@@ -177,10 +178,9 @@ def _finetune(
         state = replace(before, recipe=state.recipe)
     state = replace(state, memory_options=asdict(memory_options))
 
-    if sharding.weights:  # FSDP distributes what is in host memory
-        model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
-    else:
-        model = cast(Any, load_options.load(recipe.model))
+    # FSDP distributes what is in host memory.
+    loaded_by = replace(load_options, device="cpu") if sharding.weights else load_options
+    model: Any = loaded_by.load(recipe.model)
     share, collator = data.blocks.share_beyond(shape.trained_length), None
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)

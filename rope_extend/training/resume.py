@@ -189,13 +189,10 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
         raise RopeExtendError(f"cannot write to {directory}: {error}") from error
 
 
-def publish_checkpoint(
-    written: Path, final: Path, state: RunState, *, keep: int | None, best: int | None = None
-) -> None:
+def publish_checkpoint(written: Path, final: Path, state: RunState, *, keep: int | None) -> None:
     """Complete a checkpoint that `Trainer` wrote, give it its name, and remove the others except `keep`.
 
-    The one of the step `best` stays, too. Those of later steps go: a run that was resumed from an earlier
-    step has replaced them.
+    Those of later steps go: a run that was resumed from an earlier step has replaced them.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are intact.
@@ -209,14 +206,13 @@ def publish_checkpoint(
     for later in checkpoints(final.parent):
         if step_of(later) > state.step:
             shutil.rmtree(later)
-    prune(final.parent, keep, state.step, best)
+    prune(final.parent, keep, state.step)
 
 
-def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
-    """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
+def prune(directory: Path, keep: int | None, step: int) -> None:
+    """Remove checkpoints up to `step`, except the newest `keep`, and all incomplete ones."""
     up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
-    older = up_to_step[:-keep] if keep else []
-    for old in [*(each for each in older if step_of(each) != best), *directory.glob(f"{PARTIAL}*")]:
+    for old in [*(up_to_step[:-keep] if keep else ()), *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 
 

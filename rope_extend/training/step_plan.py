@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
+from transformers.integrations import integration_utils
 
 from rope_extend.config import AUTO
+from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.mixed_windows import check_mixed_windows
+from rope_extend.data.packing import check_packing
+from rope_extend.data.sampled_positions import check_sampled
+from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.forward_plan import ForwardEstimator, WindowEstimate, planned_split
 from rope_extend.memory.budget import expand_segments, weight_bytes
@@ -19,23 +27,22 @@ from rope_extend.memory.meta_device import quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.training.lora import TextReach, adapted, extended, text_reach
+from rope_extend.models.processes import is_main_process
+from rope_extend.training.chunked_loss import chunked_loss
+from rope_extend.training.lora import TextReach, adapted, extended, left_out, lora_config, text_reach
 from rope_extend.training.memory_options import (
     MemoryOptions,
     apply_memory_options,
     default_tile,
     tileable,
 )
-from rope_extend.training.model_checks import (
-    check_recipe,
-    check_trackers,
-    evaluation_lengths,
-    weights_dtype,
-)
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
+
+logger = logging.getLogger(__name__)
 
 ALONE = Sharding()
 
@@ -47,7 +54,7 @@ class TrainingPlan:
     Attributes:
         recipe: the run.
         steps: one step per combination of options, each with one option more, the cheapest first, and at the
-            end one with weights of 4 bits. If not all were requested, the list ends with the first that fits.
+            end one with weights of 4 bits, if the model can have them.
         chosen: the step of the run: the first that fits, or else the last with the weights of the recipe.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
@@ -85,11 +92,11 @@ class TrainingPlan:
 
     @property
     def quantized(self) -> StepEstimate | None:
-        """The step with weights of 4 bits, if that was estimated."""
+        """The step with weights of 4 bits, if the model can have them."""
         return self.steps[-1] if self.steps[-1].quantized else None
 
     def in_four_bits(self) -> TrainingPlan:
-        """The plan with weights of 4 bits, if those were estimated."""
+        """The plan with weights of 4 bits, if the model can have them."""
         chosen, evaluation = self.quantized or self.chosen, self.evaluation
         if evaluation is not None:  # in the chunks that the larger weights left memory for
             evaluation = replace(evaluation, weights=chosen.weights)
@@ -131,9 +138,7 @@ class TrainingPlan:
         return {
             "length": self.recipe.length,
             "batch": self.recipe.batch_size,
-            "processes": self.sharding.ranks,
-            "split_window": self.recipe.split_window,
-            "fsdp": self.sharding.weights,
+            "sharding": asdict(self.sharding),
             "device": str(self.budget.device),
             "available": self.budget.available,
             "host": self.budget.host,
@@ -167,7 +172,6 @@ def plan(
     elsewhere: bool = False,
     processes: int | None = None,
     fsdp: bool = False,
-    all_options: bool = True,
 ) -> TrainingPlan:
     """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
 
@@ -179,7 +183,6 @@ def plan(
         processes: number of processes that the launcher will start, one for each GPU; by default the
             `split_window` of the recipe. The plan is that of each.
         fsdp: whether accelerate will spread the weights over them by FSDP2.
-        all_options: as in `plan_training`.
 
     Raises:
         RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
@@ -201,7 +204,7 @@ def plan(
     shape, reach = check_recipe(recipe, sharding)
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
     estimate = plan_training(
-        recipe, load_options=load_options, sharding=sharding, all_options=all_options, device=planned_gpu,
+        recipe, load_options=load_options, sharding=sharding, device=planned_gpu,
         evaluation_lengths=evaluation_lengths(recipe, shape), reach=reach,
     )  # fmt: skip
     if estimate is None:
@@ -217,7 +220,6 @@ def plan_training(
     *,
     load_options: LoadOptions,
     sharding: Sharding = ALONE,
-    all_options: bool = False,
     device: torch.device | None = None,
     evaluation_lengths: Sequence[int] = (),
     reach: TextReach | None = None,
@@ -226,7 +228,6 @@ def plan_training(
 
     Args:
         sharding: the share of each process. On a CPU, processes also share its memory.
-        all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
         evaluation_lengths: windows that the run evaluates at, in tokens.
         reach: as in `lora_config`.
@@ -252,7 +253,7 @@ def plan_training(
     def estimate_steps() -> tuple[TrainingPlan, int]:
         with ExitStack() as stack:
             estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
-            plan = _plan_steps(estimator, candidates, budget, all_options)
+            plan = _plan_steps(estimator, candidates, budget)
             return plan, estimator.gathered(gradients=False) if sharding.weights else 0
 
     estimated = try_estimate(estimate_steps, empty, "a step")
@@ -261,6 +262,61 @@ def plan_training(
     fresh = load_options.empty(recipe.model)
     estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed.
+
+    Raises:
+        RopeExtendError: says what to install, and how trackers are called.
+    """
+    installed = integration_utils.get_available_reporting_integrations()
+    for name in names:
+        package, known = name.replace("_", "-"), ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+        refuse_if(
+            name not in installed,
+            f"recipe: the tracker {name} is not installed; pip install {package}, or use one of {known}",
+        )
+
+
+def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of the frozen weights on a device."""
+    return default_dtype(device) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+
+
+def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:
+    """The rotary shape of a recipe's model, and which of its parts text reaches.
+
+    Raises:
+        RopeExtendError: the model, the encoding, the data and the sharding do not go together.
+    """
+    model: Any = empty_model(recipe.model)
+    reach = text_reach(model)
+    if not recipe.full:
+        lora_config(model, recipe, reach)
+    chunked_loss(model).remove()
+    if is_main_process() and (paths := left_out(model, recipe, reach)):
+        logger.info("left out, because it cannot be trained on text: %s", ", ".join(paths))
+    with extended(model, recipe) as patch:
+        if recipe.positions != CONSECUTIVE:
+            positions, target = recipe.positions, recipe.target_length
+            check_sampled(positions, patch.encoding, patch.shape, model.config, target)
+        if recipe.packing != UNPACKED:
+            check_packing(patch.encoding, model.config)
+        if recipe.mixed_windows:
+            check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
+        sharding.check(patch, model, recipe)
+        return patch.shape, reach
+
+
+def evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
+    """The windows that the run evaluates at, in tokens; empty without `eval_data`."""
+    if recipe.eval_data is None:
+        return ()
+    if recipe.eval_lengths is not None:
+        return recipe.eval_lengths
+    doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
+    return (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
 
 
 def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
@@ -288,18 +344,14 @@ def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[
 
 
 def _plan_steps(
-    estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget, all_options: bool
+    estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget
 ) -> TrainingPlan:
-    recipe, last, steps = estimator.recipe, candidates[-1], list[StepEstimate]()
-    for options in candidates:
-        steps.append(estimator.step(options, recipe.length))
-        if budget.fits(steps[-1]) and not all_options:
-            break
+    recipe, last = estimator.recipe, candidates[-1]
+    steps = [estimator.step(options, recipe.length) for options in candidates]
     chosen, longest_block = next(filter(budget.fits, steps), steps[-1]), None
     if not budget.fits(chosen):
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
-    quantizable = not (recipe.full or estimator.sharding.weights or gguf_file(recipe.model))
-    if (all_options or longest_block is not None) and not chosen.quantized and quantizable:
+    if not (chosen.quantized or recipe.full or estimator.sharding.weights or gguf_file(recipe.model)):
         weights = steps[-1].weights - estimator.quantized_savings
         steps.append(replace(steps[-1], quantized=True, weights=weights))
     return TrainingPlan(

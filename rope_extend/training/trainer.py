@@ -24,9 +24,8 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LinearLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from rope_extend.attention.split_window import current_split
@@ -125,10 +124,12 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         state: RunState | None = None,
         **options: Any,
     ) -> None:
+        best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
         refuse_if(
-            args.push_to_hub,
-            "push_to_hub does not work with RopeTrainer, which gives checkpoints their names when they are "
-            "whole; use transformers' Trainer with SaveEncodingCallback for it",
+            args.push_to_hub or best,
+            "push_to_hub, load_best_model_at_end and save_strategy best do not work with RopeTrainer, which "
+            "gives checkpoints their names when they are whole; use transformers' Trainer with "
+            "SaveEncodingCallback for them",
         )
         given = options.pop("callbacks", None) or ()
         self.steps = _StepCallback(self)
@@ -200,13 +201,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 args.output_dir, args.save_total_limit = output, keep
             write_spread(partial / final.name, self.model, writes=args.should_save)
             self.accelerator.wait_for_everyone()
-            best = _checkpoint_of(args, self.state.best_global_step or step)
-            if self.state.best_global_step and (best == final or best.exists()):
-                self.state.best_model_checkpoint = str(best)
             if args.should_save:
-                self.state.save_to_json(str(partial / final.name / TRAINER_STATE_NAME))
-                best_step = self.state.best_global_step
-                publish_checkpoint(partial / final.name, final, self.progress, keep=keep, best=best_step)
+                publish_checkpoint(partial / final.name, final, self.progress, keep=keep)
         except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -216,11 +212,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As in `Trainer`, which then saves if `save_strategy` is `best`; a signal also saves other steps."""
-        best: bool = super()._determine_best_metric(metrics, trial)
-        return best or self.steps.agreed != 0
-
     # Steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -228,10 +219,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.run.recipe.warmup_steps
-        self.lr_scheduler = LambdaLR(
-            optimizer or self.optimizer,
-            lambda step: 1.0 if step >= warmup else 0.1 + 0.9 * step / warmup,
-        )
+        start = 0.1 if warmup else 1.0
+        self.lr_scheduler = LinearLR(optimizer or self.optimizer, start, total_iters=warmup)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -459,12 +448,6 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
     """The bar of `Trainer`, with loss and speed instead of a line for each log."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Begin the bar at the present step."""
-        super().on_train_begin(args, state, control, **options)
-        if self.training_bar is not None:
-            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show loss and speed."""

@@ -315,7 +315,6 @@ def test_as_few_memory_options_as_are_needed_the_cheapest_first(tmp_path: Path) 
     for total, memory_options in zip(totals[:2], CANDIDATES, strict=False):
         result = planned(run, load_options=limited(total / 0.94))
         assert result.chosen.memory_options == memory_options
-        assert len(result.steps) == 1 + CANDIDATES.index(memory_options)
         result.check()
     assert planned(run, load_options=limited(totals[0] / 0.96)).chosen.memory_options == MemoryOptions(True)
 
@@ -374,7 +373,7 @@ def test_options_that_a_family_does_not_support_are_left_out_or_refused(tmp_path
     ):
         tiny_config(family(name)).save_pretrained(tmp_path / name)
         run = recipe(tmp_path / name, target_length=2048, lora_targets="attention")
-        assert not any(getattr(step.memory_options, option) for step in planned(run, all_options=True).steps)
+        assert not any(getattr(step.memory_options, option) for step in planned(run).steps)
         with pytest.raises(RopeExtendError, match=message):
             plan(replace(run, **{option: value}))
 
