@@ -11,9 +11,7 @@ from known_models import a_plan, write_config
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import _time
-from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import LEAST_STEP, find_gpu
-from rope_extend.training.memory_options import MemoryOptions
 from rope_extend.training.recipe import Recipe
 
 

@@ -173,6 +173,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], str, list[str], int, dict[str, Any]]] 
     "data parallel": (ON_CPUS, "", [*WAYS], 1, {}),
     "a split window": (ON_CPUS, "", ROUNDED_ALIKE, 2, {"split_window": 2}),
     "spread weights and a split window": (FSDP, AS_IF_GPUS, ["all", "full"], 2, {"split_window": 2}),
+    "spread weights": (FSDP, AS_IF_GPUS, [*WAYS], 1, {}),
     "spread weights that one process reads": (READ_ONCE, AS_IF_GPUS, ["lora", "learned"], 1, {}),
     "a ring": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, RINGS, ["lora", "all"], 2, {}),
     "two rings": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, RINGS, ["lora"], 2, {}),
@@ -204,6 +205,9 @@ def test_several_processes_train_as_one(
         checkpoint = Path(other.output_dir, "checkpoints", "checkpoint-4")
         states = {path.name for path in checkpoint.glob("rng_state*")}
         assert states == {f"rng_state_{rank}.pth" for rank in range(processes)}
+        if environment is FSDP:
+            assert re.search(r"sharded (\d+) of \1\n", said)
+            assert not re.search(r"sharded (\d+) of (?!\1\n)", said)
         if environment is READ_ONCE:
             assert_same(trained(other, "checkpoints/checkpoint-4"), trained(other))
     if start == RINGS:
@@ -223,38 +227,21 @@ def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-def test_spread_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
-    """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
-    ones = [in_one_process(way) for way in WAYS]
-    twos = [in_several(one, tmp_path) for one in ones]
-    # Dropout: each process draws its own zeros, and resumes with its own random state.
-    whole = replace(twos[1], lora_dropout=0.2, output_dir=str(tmp_path / "whole"))
-    again = replace(whole, output_dir=str(tmp_path / "resumed"))
-    half = written(replace(again, steps=2), tmp_path)
-    half = str(Path(half).rename(tmp_path / "half.yaml"))
-    said = launch(
-        AS_IF_GPUS + TRAIN,
-        *(written(one, tmp_path) for one in (*twos, whole)),
-        half, written(again, tmp_path),
-        where=tmp_path, environment=FSDP,
-    )  # fmt: skip
-    lines = [line for line in said.splitlines() if line.startswith("sharded")]
-    assert len(lines) == 2 * (len(twos) + 3)
-    assert all(line.split()[1] == line.split()[3] for line in lines), lines
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
-        ours, theirs = rx.load(one.output_dir), rx.load(two.output_dir)
-        ids = torch.arange(128)[None]
-        with torch.no_grad():
-            torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
-        records = [read_record(run.output_dir) for run in (one, two)]
-        assert records[0].base_fingerprint == records[1].base_fingerprint
-        assert (records[0].base_fingerprint is None) == one.full
-    assert_same(weights(again.output_dir), weights(whole.output_dir))
-    assert any(
-        not torch.equal(value, weights(twos[1].output_dir)[name])
-        for name, value in weights(whole.output_dir).items()
-    )
+def test_each_process_draws_its_own_dropout_and_resumes_with_its_random_state(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    runs = [
+        in_several(replace(recipe, lora_dropout=dropout), tmp_path / str(dropout)) for dropout in (0, 0.2)
+    ]
+    again = replace(runs[1], output_dir=str(tmp_path / "resumed"))
+    for directory in ("0", "0.2", "half"):
+        (tmp_path / directory).mkdir()
+    paths = [written(run, Path(run.output_dir).parent) for run in runs]
+    paths += [written(replace(again, steps=2), tmp_path / "half"), written(again, tmp_path)]
+    launch(AS_IF_GPUS + TRAIN, *paths, where=tmp_path, environment=FSDP)
+    plain, whole, resumed = (weights(run.output_dir) for run in (*runs, again))
+    assert_same(resumed, whole)
+    assert any(not torch.equal(value, plain[name]) for name, value in whole.items())
 
 
 ANY_TRAINER = """

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.loss import IGNORED, hidden_states, next_token_loss, output_head, token_losses
+from rope_extend.loss import IGNORED, hidden_states, next_token_loss, output_head
 
 VOCABULARY = 97
 SIZE = {
@@ -90,19 +90,6 @@ def test_positions_with_gaps_stay_one_text() -> None:
     cut = model(ids, labels=labels, position_ids=positions, use_cache=False).loss.item()
     assert ours != pytest.approx(cut, abs=1e-3)
     assert ours != pytest.approx(next_token_loss(model, ids, labels).item(), abs=1e-3)
-
-
-def test_token_losses_are_the_log_probabilities() -> None:
-    model = tiny("granite").double()
-    ids, labels = batch()
-    with torch.no_grad():
-        expected = -model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        hidden = hidden_states(model, ids)[:, :-1]
-    found = token_losses(hidden, output_head(model), labels[:, 1:], chunk_bytes=3 * 4 * VOCABULARY)
-    assert not found.requires_grad
-    scored = labels[:, 1:] != IGNORED
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected * scored, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
