@@ -115,7 +115,7 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
     if recipe.lora_targets == "all-linear":  # no list, because peft then adapts stacked experts, too
         targets, extra["exclude_modules"] = "all-linear", sorted(meant - reach.layers) or None
     if recipe.train_norm_embed:
-        extra["modules_to_save"] = _to_save(model, _norms_and_embedding(model, reach)[0])
+        extra["modules_to_save"] = _to_save(model, _norms_and_embedding(model, reach))
         # A head that is tied to the embedding must stay tied.
         embedding = model.get_input_embeddings()
         extra["ensure_weight_tying"] = embedding.weight is model.get_output_embeddings().weight
@@ -127,18 +127,6 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
         target_modules=targets,
         **extra,
     )
-
-
-def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
-    """Sorted paths, with `*` for numbers, of what the recipe would train, but text does not reach."""
-    if recipe.full:
-        unreached = {name for name, _ in model.named_parameters()} - reach.weights
-        paths = {name.rpartition(".")[0] for name in unreached}
-    else:
-        paths = _meant(model, recipe.lora_targets, reach) - reach.layers
-    if recipe.train_norm_embed:
-        paths |= _norms_and_embedding(model, reach)[1]
-    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths})
 
 
 def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
@@ -222,14 +210,14 @@ def _meant(model: Any, targets: str | Sequence[str], reach: TextReach) -> set[st
     return meant
 
 
-def _norms_and_embedding(model: Any, reach: TextReach) -> tuple[set[str], set[str]]:
-    """Paths of the norms with weights and of the embedding of tokens: those that text reaches, and others."""
-    reached, others = set[str](), set[str]()
-    for path, part in model.named_modules():
-        names = {f"{path}.{name}" for name, _ in part.named_parameters(recurse=False)}
-        if names and (part is model.get_input_embeddings() or "Norm" in type(part).__name__):
-            (reached if names & reach.weights else others).add(path)
-    return reached, others
+def _norms_and_embedding(model: Any, reach: TextReach) -> set[str]:
+    """Paths of the norms with weights and of the embedding of tokens that text reaches."""
+    return {
+        path
+        for path, part in model.named_modules()
+        if (part is model.get_input_embeddings() or "Norm" in type(part).__name__)
+        and reach.weights & {f"{path}.{name}" for name, _ in part.named_parameters(recurse=False)}
+    }
 
 
 def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:

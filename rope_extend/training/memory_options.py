@@ -1,19 +1,8 @@
 """Memory options of training: gradient checkpointing, layers in tiles, and checkpoints in host memory.
 
 An option changes when a tensor exists, not what is computed: gradients stay the same. The options work on the
-layers of any family of transformers, and one call removes them.
-
-=========================  =====================================  ==========================================
-option                     memory saved                           cost
-=========================  =====================================  ==========================================
-gradient checkpointing     all of a layer but its input           each layer is computed again, except the
-                                                                  product with its last frozen matrix
-MLP in tiles               the wide inner states of the MLP,      with checkpointing, that last product too;
-                           and the float32 states of the norms    alone, each MLP is computed again
-offload of checkpoints     the inputs of the layers               copies to the host and back
-=========================  =====================================  ==========================================
-
-LoRA's matrices of one layer share their input in any case, see `_shared_inputs`.
+layers of any family of transformers, and one call removes them. LoRA's
+matrices of one layer share their input in any case, see `_shared_inputs`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Checkpoints of a run in progress: everything that decides its next step, written whole or not at all.
 
 A checkpoint is a directory `checkpoint-N` that appears by one rename, once it is complete and on disk. Later
-damage, by a disk or in a copy, is found by its manifest; then the checkpoint before it is used. It holds what
-`Trainer` writes: the model, the optimizer and the random generators, and in addition:
-
-====================  =========================================================================
-`rope_extend.json`    the record of the encoding, so that the checkpoint can be loaded by itself
-`state.json`          step, tokens, seconds, recipe, and a fingerprint of the data
-`manifest.json`       the SHA-256 of every file
-====================  =========================================================================
+damage, by a disk or in a copy, is found by its manifest, which has the SHA-256 of every file; then the
+checkpoint before it is used. It holds what `Trainer` writes, the record of the encoding, and `state.json`.
 """
 
 from __future__ import annotations

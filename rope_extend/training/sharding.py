@@ -1,15 +1,7 @@
 """How a run is distributed over processes: by sequences, by weights, or by parts of each sequence.
 
-=====================  ==============================================  ====================================
-name                   what a process holds                            turned on by
-=====================  ==============================================  ====================================
-data parallel (DDP)    all weights, other sequences                    several processes
-FSDP2                  a part of the weights, other sequences          `fsdp_version: 2`
-context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
-split window           as DDP or FSDP2, a part of each sequence        `split_window` of the recipe
-=====================  ==============================================  ====================================
-
-`Trainer` and accelerate do the work. Here is what they do not check.
+docs/training.md has a table of the ways. `Trainer` and accelerate do the work; here is what they do not
+check.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,9 +28,8 @@ from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.models.processes import is_main_process
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.lora import TextReach, adapted, extended, left_out, lora_config, text_reach
+from rope_extend.training.lora import TextReach, adapted, extended, lora_config, text_reach
 from rope_extend.training.memory_options import (
     MemoryOptions,
     apply_memory_options,
@@ -41,8 +39,6 @@ from rope_extend.training.memory_options import (
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
-
-logger = logging.getLogger(__name__)
 
 ALONE = Sharding()
 
@@ -295,8 +291,6 @@ def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextRea
     if not recipe.full:
         lora_config(model, recipe, reach)
     chunked_loss(model).remove()
-    if is_main_process() and (paths := left_out(model, recipe, reach)):
-        logger.info("left out, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             positions, target = recipe.positions, recipe.target_length

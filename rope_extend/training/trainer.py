@@ -324,11 +324,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     def _write_metrics(self) -> None:
         """Write the history of the run, which its checkpoints have too, so a resumed run repeats no line."""
-        lines = [{"step": line["step"], **line} for line in self.state.log_history]
-        text = "".join(
-            json.dumps({name: value for name, value in line.items() if name != "epoch"}) + "\n"
-            for line in lines
-        )
+        lines = [{name: line[name] for name in line if name != "epoch"} for line in self.state.log_history]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
         if self.is_world_process_zero():
             with one_error(
                 "the metrics cannot be written", "Make room, then resume from the last checkpoint"

@@ -114,25 +114,24 @@ def run(recipe: Recipe, tmp_path: Path, work: Path, kills: list[Kills]) -> None:
         assert codes == [-9] * len(one) + [0], (one, codes, done.stderr[-3000:])
 
 
+TIMED = ("state.json", "trainer_state.json", "manifest.json")
+"""Files of a checkpoint that hold times, or their digests."""
+
+
 def outcome(directory: Path) -> dict[str, Any]:
     """All files of a run, without those that contain times."""
-    checkpoints = directory / "checkpoints"
-    manifests = {
-        path.parent.name: json.loads(path.read_text())["files"] for path in checkpoints.glob("*/*.json")
-        if path.name == "manifest.json"
-    }  # fmt: skip
+    saved = directory / "checkpoints"
     return {
         "adapter": (directory / "adapter_model.safetensors").read_bytes(),
         "metrics": [
             {k: v for k, v in line.items() if "second" not in k and k != "peak_memory_bytes"}
             for line in metrics(directory)
         ],
-        "checkpoints": sorted(path.name for path in checkpoints.iterdir()),
+        "checkpoints": sorted(path.name for path in saved.iterdir()),
         "files": {
-            (step, name): values
-            for step, files in manifests.items()
-            for name, values in files.items()
-            if name not in ("state.json", "trainer_state.json")  # with times
+            (path.parent.name, path.name): path.read_bytes()
+            for path in saved.rglob("*")
+            if path.is_file() and path.name not in TIMED
         },
     }
 

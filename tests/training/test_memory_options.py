@@ -206,14 +206,8 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
         def __init__(self, pin_memory: bool = False) -> None:
             super().__init__(pin_memory)
             pack, unpack = self.pack_hook, self.unpack_hook
-
-            def come_back(kept: Any) -> torch.Tensor:
-                tensor: torch.Tensor = unpack(kept)
-                seen.append(("in", tuple(tensor.shape)))
-                return tensor
-
             self.pack_hook = lambda tensor: seen.append(("out", tuple(tensor.shape))) or pack(tensor)
-            self.unpack_hook = come_back
+            self.unpack_hook = lambda kept: seen.append(("in", tuple(kept[1].shape))) or unpack(kept)
 
     monkeypatch.setattr(options_module, "save_on_cpu", Moves)
     return seen
@@ -234,9 +228,7 @@ def test_every_family_keeps_its_gradients_and_offloads_its_states(
     calls, offloaded = [], options_module._offloaded
 
     def counted(*args: Any, **given: Any) -> Any:
-        calls.append(
-            torch.is_grad_enabled()
-        )  # not in the first rounds of a model that loops: nothing is kept
+        calls.append(torch.is_grad_enabled())  # False in the first rounds of a model that loops
         return offloaded(*args, **given)
 
     monkeypatch.setattr(options_module, "_offloaded", counted)
