@@ -132,13 +132,8 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
 def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
     """What a recipe trains, in float32: the model with an adapter and its encoding, or all of its weights.
 
-    The arguments are those of `lora_config`.
-
-    Returns:
-        A `PeftModel`; for `lora_targets: none` the model itself.
-
-    Raises:
-        RopeExtendError: as `lora_config`.
+    Arguments and errors are those of `lora_config`. It returns a `PeftModel`; with `lora_targets: none`, the
+    model itself.
     """
     if recipe.full:
         weights = (reach or text_reach(model)).weights

@@ -177,6 +177,8 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for unfinished in directory.glob(".metrics.jsonl.*"):
+            unfinished.unlink()
         prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:

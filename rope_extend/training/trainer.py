@@ -327,9 +327,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         lines = [{name: line[name] for name in line if name != "epoch"} for line in self.state.log_history]
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         if self.is_world_process_zero():
-            with one_error(
-                "the metrics cannot be written", "Make room, then resume from the last checkpoint"
-            ):
+            with one_error("cannot write the metrics", "Make room, then resume from the last checkpoint"):
                 write_text(self._metrics_path, text)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:

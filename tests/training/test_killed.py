@@ -127,7 +127,7 @@ def outcome(directory: Path) -> dict[str, Any]:
             {k: v for k, v in line.items() if "second" not in k and k != "peak_memory_bytes"}
             for line in metrics(directory)
         ],
-        "checkpoints": sorted(path.name for path in saved.iterdir()),
+        "names": sorted(path.name for path in (*saved.iterdir(), *directory.glob("*metrics*"))),
         "files": {
             (path.parent.name, path.name): path.read_bytes()
             for path in saved.rglob("*")
