@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from cases import tiny_llama
+from cases import tiny_llama, tiny_model
 from runs import assert_same, metrics, settings, tokenizer_of, weights
 from safetensors.torch import load_file
 from several_processes import launch
-from transformers import MistralConfig, MistralForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -219,13 +218,6 @@ def test_several_processes_train_as_one(
         assert sum(int(count) for _, count in found) == calls
 
 
-def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
-    with pytest.raises(
-        RopeExtendError, match=r"split_window 2 needs 2 processes, or a multiple, not 1; start torchrun"
-    ):
-        finetune(replace(recipe, split_window=2))
-
-
 @pytest.mark.slow
 def test_each_process_draws_its_own_dropout_and_resumes_with_its_random_state(
     recipe: Recipe, tmp_path: Path
@@ -324,18 +316,12 @@ def test_only_rotary_methods_with_one_table_can_be_cut() -> None:
 def test_other_settings_that_cannot_be_cut_are_refused() -> None:
     eager = tiny_llama()
     eager.set_attn_implementation("eager")
-    sliding = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            num_key_value_heads=1, sliding_window=16, max_position_embeddings=32,
-        )
-    )  # fmt: skip
     for model, changes, reason in (
         (None, {"positions": "pose", "block_length": 32}, "sampled positions need whole sequences"),
         (None, {"packing": "restart"}, "packed documents and"),
         (None, {"block_length": 126}, "126 tokens cannot be cut into 4 equal pieces"),
         (eager, {}, "replaces sdpa, but this model uses eager"),
-        (sliding, {}, "layers of type sliding_attention"),
+        (tiny_model("mistral"), {}, "layers of type sliding_attention"),
     ):
         with pytest.raises(RopeExtendError, match=rf"cp_size 2\).*{reason}.*split_window 2 instead"):
             check(CUT, "yarn", model, **changes)

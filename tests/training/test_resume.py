@@ -110,14 +110,9 @@ def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> N
         resumed(learning_rate=1e-3, seed=1)
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
         resumed(steps=2)
-
-
-def test_settings_that_only_one_recipe_has_are_compared(recipe: Recipe) -> None:
-    """As in a run of another version of this package."""
-    now = RunState(recipe=recipe.to_dict())
-    check_continues(now, now)
+    other_version = replace(state, recipe={**state.recipe, "rslora": True})
     with pytest.raises(RopeExtendError, match=r"in rslora \(True there"):
-        check_continues(replace(now, recipe={**now.recipe, "rslora": True}), now)
+        check_continues(other_version, state)
 
 
 def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
@@ -272,6 +267,8 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
     finetune(replace(recipe, steps=1), overwrite=True)
     assert [line["step"] for line in metrics(recipe.output_dir)] == [1]
     assert notes.read_text() == "mine"
+    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
+    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None  # nothing stops the next job
 
 
 def test_a_job_that_is_queued_again_always_passes_resume(
@@ -298,14 +295,6 @@ def test_weights_without_steps_are_not_trained_over(recipe: Recipe, name: str) -
     with pytest.raises(RopeExtendError, match=f"nothing to resume: .* holds {name}, .*overwrite=True"):
         finetune(recipe, resume=True)
     assert (directory / name).read_text() == "weeks of work"
-
-
-def test_overwrite_leaves_nothing_that_stops_a_job_that_is_queued_again(
-    recipe: Recipe, finished: Path
-) -> None:
-    shutil.copytree(finished, recipe.output_dir)
-    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
-    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None
 
 
 @pytest.fixture
