@@ -28,14 +28,6 @@ from transformers.pytorch_utils import Conv1D
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.decoders import decoder_layers
 
-TILE, GPU_TILE = 1024, 4096
-"""Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.
-
-A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
-the next ones, and the peak is not in the MLPs.
-"""
-MANY = 65_536
-
 NORM_TILES, NORM_TILE = 4, 4096
 """A tile of a norm is `NORM_TILES` times one of an MLP, which holds more: at most `NORM_TILE` tokens."""
 
@@ -44,11 +36,6 @@ _RECOMPUTE = "_gradient_checkpointing_func"
 
 MLP_NAMES = ("mlp", "feed_forward")
 """Names of the MLP in the decoder layers of all families."""
-
-
-def default_tile(tokens: int, device: torch.device) -> int:
-    """Default number of tokens per tile of an MLP, for a step of `tokens` on a device."""
-    return GPU_TILE if device.type == "cuda" and tokens >= MANY else TILE
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,20 @@ from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.training.chunked_loss import chunked_loss
 from rope_extend.training.lora import TextReach, adapted, extended, lora_config, text_reach
-from rope_extend.training.memory_options import (
-    MemoryOptions,
-    apply_memory_options,
-    default_tile,
-    tileable,
-)
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tileable
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
 
 ALONE = Sharding()
+
+TILE, GPU_TILE = 1024, 4096
+"""Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.
+
+A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
+the next ones, and the peak is not in the MLPs.
+"""
+MANY = 65_536
 
 
 @dataclass(frozen=True)
@@ -324,7 +327,7 @@ def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[
         given["gradient_checkpointing"] = True
     candidates = [MemoryOptions(**{name: value for name, value in given.items() if value != AUTO})]
     tokens = recipe.length * recipe.batch_size
-    tile = default_tile(tokens, device)
+    tile = GPU_TILE if device.type == "cuda" and tokens >= MANY else TILE
     available = {
         "gradient_checkpointing": model.supports_gradient_checkpointing,
         "mlp_tiles": tile if tokens > tile and tileable(model) else 0,

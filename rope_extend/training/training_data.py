@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -164,10 +165,7 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
     Raises:
         RopeExtendError: as `load_documents` and `cut_blocks`.
     """
-
-    def documents(source: str | Sequence[str], **how: Any) -> list[Document]:
-        return load_documents(source, tokenizer, text_column=recipe.text_column, **how)
-
+    documents = partial(load_documents, tokenizer=tokenizer, text_column=recipe.text_column)
     texts = documents(
         recipe.data, split=recipe.split, max_documents=recipe.max_documents,
         min_tokens=2 if recipe.packs else recipe.length,

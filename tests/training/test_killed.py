@@ -43,7 +43,11 @@ def watch(owner, name, kill_at, file_at=None):
     original = getattr(owner, name)
 
     def watched(*args, **kwargs):
-        kind = name if name != "replace" else "replace " + Path(args[1]).suffix
+        kind = name
+        if name == "replace":
+            kind += " " + Path(args[1]).suffix
+        elif name == "rmtree" and "checkpoint-" in str(args[0]):
+            kind += " of a checkpoint"
         happens("before " + kind, kill_at)
         result = original(*args, **kwargs)
         if file_at is not None:  # as if the process had written half

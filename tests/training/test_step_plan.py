@@ -27,13 +27,12 @@ from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.plan import longest
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.training import memory_options as options_module
 from rope_extend.training import step_plan as planning
 from rope_extend.training.lora import adapted, extended
-from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import read_state
-from rope_extend.training.step_plan import TrainingPlan, plan, plan_training
+from rope_extend.training.step_plan import TILE, TrainingPlan, plan, plan_training
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
 CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
@@ -390,7 +389,7 @@ def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 def test_a_resumed_run_keeps_its_tiles(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(options_module, "TILE", 16)
+    monkeypatch.setattr(planning, "TILE", 16)
     need = planned(replace(tiny, target_length=128), memory_options=MemoryOptions(True, 16)).chosen.total
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
