@@ -23,9 +23,9 @@ from rope_extend.loss import next_token_loss
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
-from rope_extend.training.memory_options import GPU_TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import plan_training
+from rope_extend.training.step_plan import GPU_TILE, plan_training
 
 
 def training_loss(repetitions: int) -> Iterator[Row]:

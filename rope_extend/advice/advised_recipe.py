@@ -132,9 +132,8 @@ def fit(
             try:
                 recipe = Recipe.from_dict(attempt)
                 estimate = plan(
-                    recipe, limit_memory=gpu.memory, elsewhere=True, processes=gpu.count, fsdp=fsdp,
-                    all_options=False,
-                )  # fmt: skip
+                    recipe, limit_memory=gpu.memory, elsewhere=True, processes=gpu.count, fsdp=fsdp
+                )
             except RopeExtendError as error:
                 if way and plans:  # not every model can share a block
                     continue

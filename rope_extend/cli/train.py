@@ -75,8 +75,7 @@ class _RunRecipe(_PlannedRecipe):
 
     def check_early(self) -> None:
         super().check_early()
-        for source in [self.data] if self.data_weights is None else self.data:
-            source_files(source)
+        source_files(self.data)
         source_files(self.eval_data or ())
 
 

@@ -27,11 +27,10 @@ _RECURRENT = ("linear", "conv", "mamba", "hybrid", "recurrent")
 """Parts of the names of layer types that carry a state from token to token, which no mask stops."""
 
 
-def ended(documents: Sequence[Document], tokenizer: Any, max_tokens: int | None = None) -> list[Document]:
+def ended(documents: Sequence[Document], tokenizer: Any) -> list[Document]:
     """Documents that end with the tokenizer's end-of-text token (EOS), as in pretraining.
 
-    Those that end with it already stay as they are, those of `max_tokens` tokens, which go on, and all if the
-    tokenizer has no such token.
+    Those that end with it already stay as they are, and all if the tokenizer has no such token.
     """
     end = tokenizer.eos_token_id
     if end is None:
@@ -39,7 +38,7 @@ def ended(documents: Sequence[Document], tokenizer: Any, max_tokens: int | None 
         return list(documents)
     return [
         document
-        if len(document) == max_tokens or document.input_ids[-1] == end
+        if document.input_ids[-1] == end
         else Document(document.name, torch.cat([document.input_ids, torch.tensor([end])]))
         for document in documents
     ]

@@ -78,10 +78,6 @@ class ChunkedLoss(Removable):
         else:
             self.model.forward = self._before
 
-    def __repr__(self) -> str:
-        state = "active" if has_chunked_loss(self.model) else "removed"
-        return f"ChunkedLoss({type(self.model).__name__}, {state})"
-
 
 def _forward(lm: Any, before: Any, chunk_bytes: int | None) -> Callable[..., Any]:
     """A forward with the loss in chunks: a function of the model, so that a copy calls the copy."""

@@ -12,12 +12,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, set_seed
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, default_data_collator
+from transformers import AutoTokenizer, TrainingArguments, default_data_collator
 
 from rope_extend.attention.packed import check_packed_attention, packed_attention
 from rope_extend.attention.split_window import split_window
@@ -40,10 +40,8 @@ from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.patching import Patch
 from rope_extend.report.versions import package_version
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.lora import adapted, extended
+from rope_extend.training.lora import TextReach, adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.metrics import check_trackers, tracker
-from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     CHECKPOINTS,
@@ -55,8 +53,14 @@ from rope_extend.training.resume import (
     starting_point,
 )
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.step_plan import default_memory_options, plan_training
-from rope_extend.training.text_reach import TextReach
+from rope_extend.training.step_plan import (
+    candidate_options,
+    check_recipe,
+    check_trackers,
+    evaluation_lengths,
+    plan_training,
+    weights_dtype,
+)
 from rope_extend.training.trainer import FinetuneInterrupted, RopeTrainer, Run
 from rope_extend.training.training_data import TrainerBlocks, load_data
 from rope_extend.units import format_bytes
@@ -167,18 +171,16 @@ def _finetune(
             "how the model does on new text; give other documents as eval_data",
             data.trained_on, len(data.held_out),
         )  # fmt: skip
-    state = RunState(
-        data=data.fingerprint, processes=sharding.ranks, parts=sharding.parts, recipe=recipe.to_dict()
-    )
+    parts = {"processes": sharding.ranks, "parts of a sequence": sharding.parts}
+    state = RunState(recipe=recipe.to_dict(), identity={"documents": data.fingerprint, **parts})
     if before is not None:
         check_continues(before, state)
         state = replace(before, recipe=state.recipe)
     state = replace(state, memory_options=asdict(memory_options))
 
-    if sharding.weights:  # FSDP distributes what is in host memory
-        model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
-    else:
-        model = cast(Any, load_options.load(recipe.model))
+    # FSDP distributes what is in host memory.
+    loaded_by = replace(load_options, device="cpu") if sharding.weights else load_options
+    model: Any = loaded_by.load(recipe.model)
     share, collator = data.blocks.share_beyond(shape.trained_length), None
     if recipe.positions != CONSECUTIVE:
         collator = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed)
@@ -186,8 +188,9 @@ def _finetune(
     patch = extended(model, recipe)
     if main:  # another process may hold no weights yet
         identity = {**model_identity(model), VERSION: package_version("transformers")}
-        check_continues(state, replace(state, model=identity))
-        state = replace(state, model=identity)
+        state = replace(state, identity={**state.identity, **identity})
+        if before is not None:
+            check_continues(before, state)
     set_seed(recipe.seed)
     trained = adapted(model, recipe, reach)
     record = Record.of(trained, model.config.name_or_path or recipe.model)
@@ -217,7 +220,7 @@ def _finetune(
         accelerator.wait_for_everyone()
         trainer = _trainer(trained, run, state, blocks, accelerator)
         if main:
-            _log_start(trainer, run, patch, share)
+            _log_start(trainer, run, share)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     progress, history = trainer.progress, trainer.state.log_history
     loss = next((line["loss"] for line in reversed(history) if "loss" in line), math.nan)
@@ -274,16 +277,15 @@ def _trainer(
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=accelerator.device.type == "cuda",
+        report_to=list(recipe.trackers),
         run_name=directory.resolve().name,
         ddp_find_unused_parameters=False,
         accelerator_config={"use_configured_state": True},
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # otherwise Trainer uses all GPUs from one process
-    written = state.step if accelerator.is_main_process else None
     return RopeTrainer(
         model, arguments, run=run, state=state, train_dataset=blocks, eval_dataset=run.data.held_out,
         data_collator=default_data_collator,
-        callbacks=[tracker(name, directory, written) for name in recipe.trackers],
     )  # fmt: skip
 
 
@@ -307,8 +309,9 @@ def _choose_memory_options(
             recipe, load_options=load_options, sharding=sharding, evaluation_lengths=lengths, reach=reach
         )
     if plan is None:
-        empty = empty_model(recipe.model)
-        memory_options = default_memory_options(recipe, empty, load_options.torch_device)
+        candidates = candidate_options(recipe, empty_model(recipe.model), load_options.torch_device)
+        recomputing = (options for options in candidates if options.gradient_checkpointing)
+        memory_options = next(recomputing, candidates[0])
     else:
         plan.check()
         memory_options = plan.chosen.memory_options
@@ -333,33 +336,24 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def _log_start(trainer: RopeTrainer, run: Run, patch: Patch, share: float) -> None:
-    """Log the extension, the trained parameters and the data of a run; `share` is that of `share_beyond`."""
-    recipe, window = run.recipe, patch.shape.trained_length
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
-    trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
-    sequences = trainer.sequences
-    logger.info(
-        "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
-        patch.target_length / window,
-    )  # fmt: skip
+def _log_start(trainer: RopeTrainer, run: Run, share: float) -> None:
+    """Log the trained parameters and the data of a run; `share` is that of `share_beyond`."""
+    recipe, data, sequences = run.recipe, run.data.blocks, trainer.sequences
+    trained = trainer.get_num_trainable_parameters()
+    total = sum(parameter.numel() for parameter in trainer.model.parameters())
     logger.info(
         "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )
     logger.info(
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
-        run.data.blocks, f"{sequences * recipe.length:,}", 100 * share,
+        data, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
-    names = ("long blocks", "short blocks") if recipe.mixed_windows else recipe.data
-    if recipe.mixed_windows or recipe.data_weights is not None:
-        epochs = run.data.blocks.epochs(recipe.steps * sequences)
-        read = ", ".join(f"{times:.2f} of {name}" for name, times in zip(names, epochs, strict=True))
-        logger.info("epochs by the last step: %s", read)
-        if recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:
-            logger.warning(
-                "mixed_windows: the %s are read %.1f times by the last step; add texts, or lower steps",
-                names[epochs.index(max(epochs))], max(epochs),
-            )  # fmt: skip
+    epochs = data.epochs(recipe.steps * sequences)
+    if recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:
+        logger.warning(
+            "mixed_windows: the %s blocks are read %.1f times by the last step; add texts, or lower steps",
+            "long" if epochs[0] > epochs[1] else "short", max(epochs),
+        )  # fmt: skip
     if share == 0 and recipe.packing == RESTART:
         logger.warning(
             "packing restart: no document is longer than the pretrained window, so the run teaches nothing "

@@ -1,22 +1,100 @@
-"""What is trained: LoRA adapters, with their target modules and their configuration, or all weights."""
+"""What is trained: LoRA adapters, with their target modules and their configuration, or all weights.
+
+Only parts that text reaches are trained. Another gets no gradient, so it would be dead weight in the adapter,
+and DistributedDataParallel would fail because it waits for the gradient. Examples are encoders of images, the
+layers that project their output, cross-attention to images, and indexers that choose keys without a gradient.
+This is measured, not listed by family: a few tokens go forward and backward through a copy of the model on
+the meta device.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.loss import next_token_loss
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import META
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.parameters import train_learned
 from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.text_reach import TextReach, text_reach
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 16
+"""Number of tokens of the dry run: enough for any number of experts per token."""
+
+
+@dataclass(frozen=True)
+class TextReach:
+    """What of a model can be trained on text.
+
+    Attributes:
+        weights: names of the parameters that get a gradient.
+        layers: paths of the linear layers that LoRA can train. Others get no gradient, return several
+            tensors, or a fused kernel uses their weight without calling them.
+    """
+
+    weights: frozenset[str]
+    layers: frozenset[str]
+
+
+def text_reach(model: PreTrainedModel) -> TextReach:
+    """What of a causal language model can be trained on text.
+
+    Only its class and its config matter, and it is not run. Of a family that does not run on the meta device,
+    it is all, and a log line says so.
+    """
+    try:
+        weights, layers = _dry_run(model)
+    except Exception as error:  # any error: a family may need values, which the meta device does not have
+        logger.info("cannot tell which parts of %s text reaches (%r)", model.config.model_type, error)
+        weights = {name for name, _ in model.named_parameters()}
+        layers = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    return TextReach(
+        frozenset(weights), frozenset(name for name in layers if not _in_fused_kernel(model, name))
+    )
+
+
+def _in_fused_kernel(model: nn.Module, name: str) -> bool:
+    """Whether a layer is the last product of a Mamba mixer: its kernel takes the weight, without a call."""
+    path, _, leaf = name.rpartition(".")
+    mixer = model.get_submodule(path)
+    return leaf == "out_proj" and all(hasattr(mixer, part) for part in ("A_log", "D", "conv1d"))
+
+
+def _dry_run(model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Names of the weights with a gradient, and paths of those linear layers that return a tensor."""
+    config: Any = copy.deepcopy(model.config)
+    config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"  # not that of a patch
+    with torch.device(META):
+        empty = type(model)(config).train()
+    linear = {name: part for name, part in empty.named_modules() if isinstance(part, nn.Linear)}
+    called = set[str]()
+    for name, part in linear.items():
+        part.register_forward_hook(
+            lambda _module, _args, out, name=name: called.add(name) if isinstance(out, Tensor) else None
+        )
+    with LiveBytes(scored=_TOKENS):
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=META)
+        next_token_loss(empty, ids).backward()  # type: ignore[no-untyped-call]
+    return (
+        {name for name, weight in empty.named_parameters() if weight.grad is not None},
+        {name for name in called if linear[name].weight.grad is not None},
+    )
 
 
 def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> LoraConfig:
@@ -37,7 +115,7 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
     if recipe.lora_targets == "all-linear":  # no list, because peft then adapts stacked experts, too
         targets, extra["exclude_modules"] = "all-linear", sorted(meant - reach.layers) or None
     if recipe.train_norm_embed:
-        extra["modules_to_save"] = _to_save(model, _norms_and_embedding(model, reach)[0])
+        extra["modules_to_save"] = _to_save(model, _norms_and_embedding(model, reach))
         # A head that is tied to the embedding must stay tied.
         embedding = model.get_input_embeddings()
         extra["ensure_weight_tying"] = embedding.weight is model.get_output_embeddings().weight
@@ -51,28 +129,11 @@ def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> L
     )
 
 
-def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
-    """Sorted paths, with `*` for numbers, of what the recipe would train, but text does not reach."""
-    if recipe.full:
-        unreached = {name for name, _ in model.named_parameters()} - reach.weights
-        paths = {name.rpartition(".")[0] for name in unreached}
-    else:
-        paths = _meant(model, recipe.lora_targets, reach) - reach.layers
-    if recipe.train_norm_embed:
-        paths |= _norms_and_embedding(model, reach)[1]
-    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths})
-
-
 def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> Any:
     """What a recipe trains, in float32: the model with an adapter and its encoding, or all of its weights.
 
-    The arguments are those of `lora_config`.
-
-    Returns:
-        A `PeftModel`; for `lora_targets: none` the model itself.
-
-    Raises:
-        RopeExtendError: as `lora_config`.
+    Arguments and errors are those of `lora_config`. It returns a `PeftModel`; with `lora_targets: none`, the
+    model itself.
     """
     if recipe.full:
         weights = (reach or text_reach(model)).weights
@@ -144,14 +205,14 @@ def _meant(model: Any, targets: str | Sequence[str], reach: TextReach) -> set[st
     return meant
 
 
-def _norms_and_embedding(model: Any, reach: TextReach) -> tuple[set[str], set[str]]:
-    """Paths of the norms with weights and of the embedding of tokens: those that text reaches, and others."""
-    reached, others = set[str](), set[str]()
-    for path, part in model.named_modules():
-        names = {f"{path}.{name}" for name, _ in part.named_parameters(recurse=False)}
-        if names and (part is model.get_input_embeddings() or "Norm" in type(part).__name__):
-            (reached if names & reach.weights else others).add(path)
-    return reached, others
+def _norms_and_embedding(model: Any, reach: TextReach) -> set[str]:
+    """Paths of the norms with weights and of the embedding of tokens that text reaches."""
+    return {
+        path
+        for path, part in model.named_modules()
+        if (part is model.get_input_embeddings() or "Norm" in type(part).__name__)
+        and reach.weights & {f"{path}.{name}" for name, _ in part.named_parameters(recurse=False)}
+    }
 
 
 def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:

@@ -1,26 +1,16 @@
 """Memory options of training: gradient checkpointing, layers in tiles, and checkpoints in host memory.
 
 An option changes when a tensor exists, not what is computed: gradients stay the same. The options work on the
-layers of any family of transformers, and one call removes them.
-
-=========================  =====================================  ==========================================
-option                     memory saved                           cost
-=========================  =====================================  ==========================================
-gradient checkpointing     all of a layer but its input           each layer is computed again, except the
-                                                                  product with its last frozen matrix
-MLP in tiles               the wide inner states of the MLP,      with checkpointing, that last product too;
-                           and the float32 states of the norms    alone, each MLP is computed again
-offload of checkpoints     the inputs of the layers               copies to the host and back
-=========================  =====================================  ==========================================
-
-LoRA's matrices of one layer share their input in any case, see `_shared_inputs`.
+layers of any family of transformers, and one call removes them. LoRA's
+matrices of one layer share their input in any case, see `_shared_inputs`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,16 +25,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.errors import RopeExtendError
 from rope_extend.models.decoders import decoder_layers
-
-TILE, GPU_TILE = 1024, 4096
-"""Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.
-
-A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
-the next ones, and the peak is not in the MLPs.
-"""
-MANY = 65_536
 
 NORM_TILES, NORM_TILE = 4, 4096
 """A tile of a norm is `NORM_TILES` times one of an MLP, which holds more: at most `NORM_TILE` tokens."""
@@ -56,11 +38,6 @@ MLP_NAMES = ("mlp", "feed_forward")
 """Names of the MLP in the decoder layers of all families."""
 
 
-def default_tile(tokens: int, device: torch.device) -> int:
-    """Default number of tokens per tile of an MLP, for a step of `tokens` on a device."""
-    return GPU_TILE if device.type == "cuda" and tokens >= MANY else TILE
-
-
 @dataclass(frozen=True)
 class MemoryOptions:
     """The memory options of a run.
@@ -69,20 +46,11 @@ class MemoryOptions:
         gradient_checkpointing: recompute each layer in the backward pass.
         mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
-
-    Raises:
-        RopeExtendError: checkpoints are offloaded and no layer is recomputed, so there are none.
     """
 
     gradient_checkpointing: bool = False
     mlp_tiles: int = 0
     offload_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        refuse_if(
-            self.offload_checkpoints and not self.gradient_checkpointing,
-            "offload_checkpoints=True has nothing to offload without gradient_checkpointing=True; give both",
-        )
 
     @property
     def parts(self) -> list[str]:
@@ -125,14 +93,9 @@ def apply_memory_options(
         yield
 
 
-def recomputes(model: Any) -> bool:
-    """Whether transformers supports gradient checkpointing of this model."""
-    return bool(model.supports_gradient_checkpointing)
-
-
 @contextmanager
 def _gradient_checkpointing(model: Any) -> Iterator[None]:
-    if not recomputes(model):
+    if not model.supports_gradient_checkpointing:
         raise RopeExtendError(
             f"{type(model).__name__} does not support gradient checkpointing; set gradient_checkpointing to "
             "false or auto"
@@ -265,20 +228,15 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[None]:
 def _norms(model: nn.Module) -> list[nn.Module]:
     """The norms of hidden states in and behind the layers of a decoder; those inside attention are small."""
     layers = decoder_layers(model)
-    if layers is None:
-        return []
-    parts = [part for module in (*layers.layers, layers.parent) for part in module.children()]
-    return [part for part in parts if _is_norm(getattr(part, "original_module", part))]
-
-
-def _is_norm(part: nn.Module) -> bool:
-    """Whether a module normalises each token independently, and takes nothing but hidden states."""
-    name = type(part).__name__
-    return (
-        "Norm" in name
-        and not any(kind in name for kind in ("Batch", "Group", "Instance"))
+    modules = () if layers is None else (*layers.layers, layers.parent)
+    # The name of a norm that is independent for each token. It may take more than hidden states.
+    norm = re.compile("(?!.*(Batch|Group|Instance)).*Norm")
+    return [
+        part
+        for part in (part for module in modules for part in module.children())
+        if norm.match(type(getattr(part, "original_module", part)).__name__)
         and len(inspect.signature(part.forward).parameters) == 1
-    )
+    ]
 
 
 def _in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:
@@ -370,11 +328,8 @@ class _Tiles(torch.autograd.Function):
 def _computation_context(hidden: Tensor) -> Callable[[], AbstractContextManager[None]]:
     """Makes a context that restores what a computation depends on apart from its inputs: autocast and the
     random generators, which afterwards continue as before."""
-    kind = hidden.device.type
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if torch.amp.is_autocast_available(kind):
-        enabled = torch.is_autocast_enabled(kind)
-        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
+    kind = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know the meta device
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
     cpu, (devices, states) = torch.get_rng_state(), get_device_states(hidden)
 
     @contextmanager

@@ -23,7 +23,6 @@ from rope_extend.config import (
     TEXT,
     Config,
     items,
-    list_of,
     or_auto,
 )
 from rope_extend.data.choices import CONSECUTIVE, RESTART, SAMPLED, SHORTEST, UNPACKED
@@ -45,7 +44,6 @@ def _targets(value: Any) -> str | tuple[str, ...]:
 
 _TARGETS = Kind("attention, all-linear, none, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
-_WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
 """Names of `TrainingArguments.optim` whose memory the plan knows."""
@@ -98,8 +96,8 @@ class Recipe(Config):
             "method", "method_parameters", "start", "current_length", "trained_length",
         ),
         "data and blocks": (
-            "block_length", "positions", "packing", "end_of_text", "mixed_windows", "short_share",
-            "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
+            "block_length", "positions", "packing", "mixed_windows", "short_share", "text_column", "split",
+            "max_documents",
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim",
@@ -117,7 +115,9 @@ class Recipe(Config):
 
     model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
     data: Annotated[
-        str | tuple[str, ...], SOURCES, "long documents: a directory, glob, file, hub id, or a list of these"
+        str | tuple[str, ...],
+        SOURCES,
+        "long documents: a directory, file, glob, a list of them, or hub id",
     ]
     output_dir: Annotated[str, PATH, "directory of the run: adapter, record, recipe, metrics, checkpoints"]
     target_length: Annotated[
@@ -132,19 +132,13 @@ class Recipe(Config):
     method_parameters: Annotated[
         dict[str, Any],
         PARAMETERS,
-        "parameters of the method, such as beta_fast=32; not factor, which follows from the lengths",
+        "parameters of the method, such as beta_fast=32, except factor",
     ] = field(default_factory=dict)
     start: Annotated[
-        str,
-        choice(*STARTS),
-        "what is extended: plain RoPE from the pretrained window, or the table that the checkpoint has now, "
-        "from the window that it was trained to read under it",
+        str, choice(*STARTS), "extend the pretrained RoPE, or the current table from the window that it reads"
     ] = PRETRAINED
     current_length: Annotated[
-        int | None,
-        LENGTH,
-        "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
-        "wrong",
+        int | None, LENGTH, "with start current: the window that it reads, in tokens, if the config is wrong"
     ] = None
     trained_length: Annotated[
         int | None, LENGTH, "the pretrained window, in tokens, if the model's config is wrong"
@@ -153,27 +147,13 @@ class Recipe(Config):
         int | None, LENGTH, "tokens per training sequence; target_length if not given"
     ] = None
     positions: Annotated[
-        str,
-        choice(CONSECUTIVE, *SAMPLED),
-        "position ids of a block; pose (2309.10400), cream (2406.07138) and random (2305.16843) spread a "
-        "short block over target_length, such as a 2k block_length over a 32k target",
+        str, choice(CONSECUTIVE, *SAMPLED), "pose, cream and random spread a short block over target_length"
     ] = CONSECUTIVE
     packing: Annotated[
-        str,
-        choice(UNPACKED, RESTART),
-        "several short documents per block, each attended to alone, with positions that restart in each; "
-        "none drops documents shorter than a block",
+        str, choice(UNPACKED, RESTART), "restart packs short documents, attended to alone; none drops them"
     ] = UNPACKED
-    end_of_text: Annotated[
-        bool,
-        FLAG,
-        "end each packed document with the tokenizer's end-of-text token (EOS), as in pretraining",
-    ] = True
     mixed_windows: Annotated[
-        bool,
-        FLAG,
-        "mix two kinds of blocks (2502.20082): one long document, or short documents, which use the table of "
-        "the trained window; for methods with two tables, such as short_original(yarn)",
+        bool, FLAG, "mix long blocks with short documents under the table of the trained window (2502.20082)"
     ] = False
     short_share: Annotated[
         float, number(0, above=True, below=1), "with mixed_windows, the share of blocks of short documents"
@@ -186,18 +166,13 @@ class Recipe(Config):
     )
     warmup_steps: Annotated[int, COUNT, "steps of linear warm-up from a tenth of the learning rate"] = 20
     optim: Annotated[
-        str,
-        choice(*OPTIMIZERS),
-        "AdamW of Trainer: torch's, its fused kernel, or with moments of 8 bits (bitsandbytes), which need a "
-        "quarter of the memory",
+        str, choice(*OPTIMIZERS), "AdamW of torch, its fused kernel, or with moments of 8 bits (bitsandbytes)"
     ] = OPTIMIZERS[0]
     lora_rank: Annotated[int, POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0
     lora_dropout: Annotated[float, number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
-        str | tuple[str, ...],
-        _TARGETS,
-        "layers with LoRA: attention, all-linear, or module names; none trains all weights without LoRA",
+        str | tuple[str, ...], _TARGETS, "layers with LoRA, or names of modules; none trains all weights"
     ] = BY_METHOD
     train_norm_embed: Annotated[
         bool, FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
@@ -215,9 +190,7 @@ class Recipe(Config):
         None
     )
     eval_lengths: Annotated[
-        tuple[int, ...] | None,
-        LENGTHS,
-        "windows to evaluate at; the trained window and its doublings up to target_length if not given",
+        tuple[int, ...] | None, LENGTHS, "windows to evaluate at (default: the doublings of the trained one)"
     ] = None
     eval_every: Annotated[int, COUNT, "steps between evaluations; 0 evaluates only before and after"] = 0
     eval_documents: Annotated[int, POSITIVE_COUNT, "number of documents of eval_data to use"] = 16
@@ -226,57 +199,29 @@ class Recipe(Config):
         int, POSITIVE_COUNT, "number of checkpoints to keep; an older one is used if the newest is damaged"
     ] = 2
     gradient_checkpointing: Annotated[
-        bool | str,
-        or_auto(FLAG),
-        "recompute each layer in the backward pass: far less memory, about 1/3 slower; auto turns it on only "
-        "if the step would not fit without it",
+        bool | str, or_auto(FLAG), "recompute each layer, about 1/3 slower; auto: only if a step needs it"
     ] = AUTO
     mlp_tiles: Annotated[
-        int | str,
-        or_auto(COUNT),
-        "tokens that an MLP computes at a time, 0 for all: less memory for long blocks; auto tiles only if "
-        "the step would not fit without it",
+        int | str, or_auto(COUNT), "tokens that an MLP computes at a time, 0 for all; auto: as a step needs"
     ] = AUTO
     offload_checkpoints: Annotated[
-        bool | str,
-        or_auto(FLAG),
-        "keep the inputs of recomputed layers in host memory; auto does so on a GPU if the step would not "
-        "fit without it",
+        bool | str, or_auto(FLAG), "keep the inputs of recomputed layers in host memory; auto: if needed"
     ] = AUTO
     split_window: Annotated[
-        int,
-        POSITIVE_COUNT,
-        "processes that share each block, each with a part of its tokens; start them with torchrun",
+        int, POSITIVE_COUNT, "processes that share each block, each with a part of it; start them by torchrun"
     ] = 1
     quantize: Annotated[
         str | None, choice("4bit"), "quantize the frozen weights on load (NF4, by bitsandbytes)"
     ] = None
     trackers: Annotated[
-        tuple[str, ...],
-        _TRACKERS,
-        "trackers of accelerate that also receive the metrics, such as [tensorboard, wandb, mlflow]",
+        tuple[str, ...], _TRACKERS, "trackers of Trainer that also get the metrics, such as [wandb, mlflow]"
     ] = ()
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
     eval_split: Annotated[str, TEXT, "split of a hub dataset to evaluate on"] = "validation"
-    data_weights: Annotated[
-        tuple[float, ...] | None,
-        _WEIGHTS,
-        "how often blocks come from each entry of data, as ratios in any unit; by size if not given",
-    ] = None
-    streaming: Annotated[
-        bool,
-        FLAG,
-        "read a hub dataset over the network as far as max_documents needs, instead of downloading all of it",
-    ] = False
     max_documents: Annotated[
-        int | None,
-        POSITIVE_COUNT,
-        "number of documents of data to use, of each entry if they have weights; all if not given",
+        int | None, POSITIVE_COUNT, "number of documents of data to use; all if not given"
     ] = None
-    max_tokens: Annotated[int | None, POSITIVE_COUNT, "tokens to use of each document; all if not given"] = (
-        None
-    )
 
     def check_early(self) -> None:
         """Check the name of the method, and fields that belong together; imports nothing.
@@ -286,34 +231,24 @@ class Recipe(Config):
         """
         check_method_name(self.method)
         check_start("recipe", self.start, self.current_length)
-        entries = 1 if isinstance(self.data, str) else len(self.data)
-        weights, mixed = self.data_weights, self.mixed_windows
-        sampled, packs = self.positions != CONSECUTIVE, self.packing != UNPACKED
-        either = "leave one of the two out"
+        sampled = self.positions != CONSECUTIVE
+        ways = {
+            "mixed_windows": self.mixed_windows, f"positions {self.positions}": sampled,
+            f"packing {self.packing}": self.packing != UNPACKED,
+        }  # fmt: skip
+        several = " and ".join(name for name, given in ways.items() if given)
         contradictions = {
             f"block_length {self.length} is greater than target_length {self.target_length}; raise "
             "target_length, or leave block_length out": self.length > self.target_length,
             f"short_share {self.short_share:g} needs mixed_windows; set mixed_windows, or leave short_share "
-            "out": self.short_share != type(self).short_share and not mixed,
-            f"positions {self.positions} and packing {self.packing} cannot be combined: sampled positions "
-            f"stand for one long document; {either}": sampled and packs,
-            f"mixed_windows and packing {self.packing} cannot be combined: mixed windows pack short "
-            f"documents themselves; {either}": mixed and packs,
-            f"mixed_windows and positions {self.positions} cannot be combined: sampled positions stand for "
-            f"one long document; {either}": mixed and sampled,
+            "out": self.short_share != type(self).short_share and not self.mixed_windows,
+            f"{several} cannot be combined, because each says what a block holds; leave all but one out": (
+                sum(ways.values()) > 1
+            ),
             f"positions {self.positions} spreads short blocks over target_length {self.target_length}, but "
             f"block_length is {self.length}; set block_length to less than target_length, such as the "
             f"pretrained window, and to {SHORTEST} tokens or more": (
                 sampled and not SHORTEST <= self.length < self.target_length
-            ),
-            "mixed_windows and data_weights cannot be combined: short_share says how often each kind comes; "
-            f"{either}": mixed and weights is not None,
-            f"data_weights has {len(weights or ())} numbers and data has {entries} entries; give a list of "
-            "two sources or more as data, and one weight for each": (
-                weights is not None and (entries == 1 or len(weights) != entries)
-            ),
-            "streaming reads as far as max_documents needs; set max_documents, or leave streaming out": (
-                self.streaming and self.max_documents is None
             ),
             "offload_checkpoints keeps the inputs of recomputed layers in host memory, but "
             "gradient_checkpointing is false; set it to true or auto": (

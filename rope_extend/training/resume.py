@@ -1,14 +1,8 @@
 """Checkpoints of a run in progress: everything that decides its next step, written whole or not at all.
 
 A checkpoint is a directory `checkpoint-N` that appears by one rename, once it is complete and on disk. Later
-damage, by a disk or in a copy, is found by its manifest; then the checkpoint before it is used. It holds what
-`Trainer` writes: the model, the optimizer and the random generators, and in addition:
-
-====================  =========================================================================
-`rope_extend.json`    the record of the encoding, so that the checkpoint can be loaded by itself
-`state.json`          step, tokens, seconds, recipe, and a fingerprint of the data
-`manifest.json`       the SHA-256 of every file
-====================  =========================================================================
+damage, by a disk or in a copy, is found by its manifest, which has the SHA-256 of every file; then the
+checkpoint before it is used. It holds what `Trainer` writes, the record of the encoding, and `state.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +31,7 @@ CHECKPOINTS = "checkpoints"
 """The directory of the checkpoints of a run, in that of the run."""
 PARTIAL = ".partial-"
 """The names of directories of unfinished checkpoints begin like this."""
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, "tensorboard")
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS)
 """The files of a run; `overwrite` removes these, and those of a checkpoint."""
 
 MAY_CHANGE = frozenset({
@@ -49,7 +43,7 @@ MAY_CHANGE = frozenset({
 A base model may have moved: its weights and dtype are compared.
 """
 VERSION = "transformers"
-"""The name of transformers' version in `RunState.model`."""
+"""The name of transformers' version in `RunState.identity`."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +54,22 @@ class RunState:
         step: optimizer steps done; with the seed, it determines the position in the data.
         tokens: tokens trained on.
         seconds: time spent in training steps, over all sessions of the run.
-        data: fingerprint of the documents.
-        processes: number of processes that share each step.
         recipe: the recipe as a dictionary.
+        identity: what else the run depends on: the documents, how processes share the work, the version of
+            transformers under `VERSION`, and the base model with the encoding, as `model_identity` has it.
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: number of consecutive skipped steps at the end.
-        parts: number of processes that share each sequence.
         memory_options: the memory options of the run.
-        model: identity of the base model with the encoding, see `evaluation.identity.model_identity`, and
-            under `VERSION` that of transformers.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    data: str = ""
-    processes: int = 1
     recipe: dict[str, Any] = field(default_factory=dict)
+    identity: Identity = field(default_factory=dict)
     skipped: int = 0
     skipped_in_a_row: int = 0
-    parts: int = 1
     memory_options: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -189,19 +177,18 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for unfinished in directory.glob(".metrics.jsonl.*"):
+            unfinished.unlink()
         prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to {directory}: {error}") from error
 
 
-def publish_checkpoint(
-    written: Path, final: Path, state: RunState, *, keep: int | None, best: int | None = None
-) -> None:
+def publish_checkpoint(written: Path, final: Path, state: RunState, *, keep: int | None) -> None:
     """Complete a checkpoint that `Trainer` wrote, give it its name, and remove the others except `keep`.
 
-    The one of the step `best` stays, too. Those of later steps go: a run that was resumed from an earlier
-    step has replaced them.
+    Those of later steps go: a run that was resumed from an earlier step has replaced them.
 
     Raises:
         OSError: the disk is full or not writable; earlier checkpoints are intact.
@@ -215,14 +202,13 @@ def publish_checkpoint(
     for later in checkpoints(final.parent):
         if step_of(later) > state.step:
             shutil.rmtree(later)
-    prune(final.parent, keep, state.step, best)
+    prune(final.parent, keep, state.step)
 
 
-def prune(directory: Path, keep: int | None, step: int, best: int | None = None) -> None:
-    """Remove checkpoints up to `step`, except the newest `keep` and the `best`, and all incomplete ones."""
+def prune(directory: Path, keep: int | None, step: int) -> None:
+    """Remove checkpoints up to `step`, except the newest `keep`, and all incomplete ones."""
     up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
-    older = up_to_step[:-keep] if keep else []
-    for old in [*(each for each in older if step_of(each) != best), *directory.glob(f"{PARTIAL}*")]:
+    for old in [*(up_to_step[:-keep] if keep else ()), *directory.glob(f"{PARTIAL}*")]:
         shutil.rmtree(old)
 
 
@@ -242,7 +228,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def check_continues(before: RunState, now: RunState) -> None:
-    """Refuse to resume a run as another one. What is still empty in `now` is not compared.
+    """Refuse to resume a run as another one. Of the identity, what `now` has is compared.
 
     The configs of models are compared if the version of transformers is the same: another may have other
     defaults.
@@ -250,17 +236,13 @@ def check_continues(before: RunState, now: RunState) -> None:
     Raises:
         RopeExtendError: names all that differs, with both values.
     """
-    updated = before.model.get(VERSION) != now.model.get(VERSION)
+    names = {*now.identity}
+    if before.identity.get(VERSION) != now.identity.get(VERSION):
+        names -= {VERSION, "config"}
 
     def compared(state: RunState) -> Identity:
         values = {name: value for name, value in state.recipe.items() if name not in MAY_CHANGE}
-        if now.data:
-            parts = {"processes": state.processes, "parts of a sequence": state.parts}
-            values |= {"documents": state.data, **parts}
-        if now.model and before.model:
-            ignored = {VERSION, "config"} if updated else set[str]()
-            values |= {name: value for name, value in state.model.items() if name not in ignored}
-        return values
+        return values | {name: state.identity.get(name) for name in names}
 
     if changed := differences(compared(before), compared(now)):
         raise RopeExtendError(

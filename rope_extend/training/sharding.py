@@ -1,15 +1,7 @@
 """How a run is distributed over processes: by sequences, by weights, or by parts of each sequence.
 
-=====================  ==============================================  ====================================
-name                   what a process holds                            turned on by
-=====================  ==============================================  ====================================
-data parallel (DDP)    all weights, other sequences                    several processes
-FSDP2                  a part of the weights, other sequences          `fsdp_version: 2`
-context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
-split window           as DDP or FSDP2, a part of each sequence        `split_window` of the recipe
-=====================  ==============================================  ====================================
-
-`Trainer` and accelerate do the work. Here is what they do not check.
+docs/training.md has a table of the ways. `Trainer` and accelerate do the work; here is what they do not
+check.
 """
 
 from __future__ import annotations
@@ -126,12 +118,12 @@ class Sharding:
             f"this model has layers of type {kinds}, and only full attention can be cut": kinds != "",
             f"{recipe.length} tokens cannot be cut into {pieces} equal pieces": recipe.length % pieces != 0,
         }
-        for reason in (reason for reason, wrong in refusals.items() if wrong):
-            setting = f"ring attention (cp_size {self.parts}) does not work: {reason}"
-            try:
-                check_split(model, self.parts)
-            except RopeExtendError as error:
-                raise RopeExtendError(f"{setting}. Nor does split_window: {error}") from None
-            raise RopeExtendError(
-                f"{setting}. Use split_window {self.parts} instead, which shares a block under every method"
-            )
+        if not any(refusals.values()):
+            return
+        instead = f"Use split_window {self.parts} instead, which shares a block under every method"
+        try:
+            check_split(model, self.parts)
+        except RopeExtendError as error:
+            instead = f"Nor does split_window: {error}"
+        reason = next(reason for reason, wrong in refusals.items() if wrong)
+        raise RopeExtendError(f"ring attention (cp_size {self.parts}) does not work: {reason}. {instead}")

@@ -30,11 +30,10 @@ from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, DirectKernelCalls, dry_run, of_all_layers, quiet_patching
 from rope_extend.memory.plan import MemoryEstimate, counter_of
 from rope_extend.models.planned_device import device_of
-from rope_extend.training.lora import adapted, extended
+from rope_extend.training.lora import TextReach, adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, replaced
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.text_reach import TextReach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +47,14 @@ class StepEstimate(MemoryEstimate):
     quantized: bool
 
     @property
+    def parts(self) -> list[str]:
+        """All that is done to need less memory, in words."""
+        return self.memory_options.parts + ["quantize: 4bit"] * self.quantized
+
+    @property
     def options(self) -> str:
-        """All that is done to need less memory, as a phrase."""
-        return f"{self.memory_options}, weights in 4 bits" if self.quantized else str(self.memory_options)
+        """The parts as a phrase."""
+        return ", ".join(self.parts) or "none needed"
 
 
 class StepEstimator:
@@ -186,17 +190,11 @@ class _Optimizer:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.parameters = [value for value in model.parameters() if value.requires_grad]
-        self.moments = list[Tensor]()
+        self.moments, self.small = list[Tensor](), recipe.optim == "adamw_8bit"
         self.own = None
         if recipe.optim == "adamw_torch":
             self.own = torch.optim.AdamW(self.parameters, foreach=device.type == "cuda")
-        # bitsandbytes has 8 bits with a scale for each 256 moments, except of embeddings and small tensors.
-        whole = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-        self.small = {
-            value
-            for value in self.parameters
-            if recipe.optim == "adamw_8bit" and value not in whole and value.numel() >= 4096
-        }
+        self.embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
 
     def make_gradients(self) -> None:
         for parameter in self.parameters:
@@ -207,11 +205,16 @@ class _Optimizer:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         if self.own is not None:
             self.own.step()
-        for value in self.parameters if self.own is None and not self.moments else ():
-            size = value.numel()
-            bytes_each = size + 4 * -(-size // 256) if value in self.small else 4 * size
-            self.moments += [torch.empty(bytes_each, dtype=torch.uint8, device=META) for _ in range(2)]
+        elif not self.moments:
+            sizes = [2 * self._moment(value) for value in self.parameters]
+            self.moments = [torch.empty(size, dtype=torch.uint8, device=META) for size in sizes]
         self.free()
+
+    def _moment(self, value: Tensor) -> int:
+        """Bytes of a moment. bitsandbytes has 8 bits with a scale for each 256, except for some tensors."""
+        size = value.numel()
+        small = self.small and size >= 4096 and value not in self.embeddings
+        return size + 4 * -(-size // 256) if small else 4 * size
 
     def free(self, *_: Tensor) -> None:
         for parameter in self.parameters:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
+from transformers.integrations import integration_utils
 
 from rope_extend.config import AUTO
+from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.mixed_windows import check_mixed_windows
+from rope_extend.data.packing import check_packing
+from rope_extend.data.sampled_positions import check_sampled
+from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.forward_plan import ForwardEstimator, WindowEstimate, planned_split
 from rope_extend.memory.budget import expand_segments, weight_bytes
@@ -19,23 +26,24 @@ from rope_extend.memory.meta_device import quiet_patching, try_estimate
 from rope_extend.memory.plan import Budget, MemoryEstimate, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.training.lora import adapted, extended
-from rope_extend.training.memory_options import (
-    MemoryOptions,
-    apply_memory_options,
-    default_tile,
-    recomputes,
-    tileable,
-)
-from rope_extend.training.metrics import check_trackers
-from rope_extend.training.model_checks import check_recipe, evaluation_lengths, weights_dtype
+from rope_extend.training.chunked_loss import chunked_loss
+from rope_extend.training.lora import TextReach, adapted, extended, lora_config, text_reach
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tileable
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_estimator import StepEstimate, StepEstimator, casting_as_autocast
-from rope_extend.training.text_reach import TextReach, text_reach
 
 ALONE = Sharding()
+
+TILE, GPU_TILE = 1024, 4096
+"""Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.
+
+A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
+the next ones, and the peak is not in the MLPs.
+"""
+MANY = 65_536
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,11 @@ class TrainingPlan:
 
     Attributes:
         recipe: the run.
-        steps: one step per combination of options, each with one option more, the cheapest first. If not all
-            were requested, the list ends with the first that fits.
-        chosen: the step of the run: the first that fits, or else the last.
+        steps: one step per combination of options, each with one option more, the cheapest first, and at the
+            end one with weights of 4 bits, if the model can have them.
+        chosen: the step of the run: the first that fits, or else the last with the weights of the recipe.
         budget: the memory of the device and of the host.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
-        quantized: the last step with weights of 4 bits, if all combinations were estimated.
         evaluation: the run's longest evaluation, including what is trained; None if the run does not
             evaluate.
         longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
@@ -62,7 +69,6 @@ class TrainingPlan:
     chosen: StepEstimate
     budget: Budget
     longest_block: int | None = None
-    quantized: StepEstimate | None = None
     evaluation: WindowEstimate | None = None
     longest_evaluation: int | None = None
     sharding: Sharding = ALONE
@@ -83,8 +89,13 @@ class TrainingPlan:
         """Whether the evaluations fit as well, if there are any."""
         return self.evaluation is None or self.budget.fits(self.evaluation)
 
+    @property
+    def quantized(self) -> StepEstimate | None:
+        """The step with weights of 4 bits, if the model can have them."""
+        return self.steps[-1] if self.steps[-1].quantized else None
+
     def in_four_bits(self) -> TrainingPlan:
-        """The plan with weights of 4 bits, if those were estimated."""
+        """The plan with weights of 4 bits, if the model can have them."""
         chosen, evaluation = self.quantized or self.chosen, self.evaluation
         if evaluation is not None:  # in the chunks that the larger weights left memory for
             evaluation = replace(evaluation, weights=chosen.weights)
@@ -122,19 +133,17 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""
-        plain, steps = self.budget.as_dict, [*self.steps, *([self.quantized] if self.quantized else [])]
+        plain = self.budget.as_dict
         return {
             "length": self.recipe.length,
             "batch": self.recipe.batch_size,
-            "processes": self.sharding.ranks,
-            "split_window": self.recipe.split_window,
-            "fsdp": self.sharding.weights,
+            "sharding": asdict(self.sharding),
             "device": str(self.budget.device),
             "available": self.budget.available,
             "host": self.budget.host,
             "steps": [
                 {**plain(step), "memory_options": str(step.memory_options), "chosen": step is self.chosen}
-                for step in steps
+                for step in self.steps
             ],
             "evaluation": plain(self.evaluation) if self.evaluation else None,
             "longest_block": self.longest_block,
@@ -142,15 +151,12 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        rows: list[tuple[str, MemoryEstimate, str]] = []
-        before: Sequence[str] = ()
-        for step in self.steps:
-            parts = step.memory_options.parts
-            added = ", ".join(part for part in parts if part not in before) or "no memory options"
-            rows.append((f"+ {added}" if rows else added, step, ""))
-            before = parts
-        if self.quantized is not None:
-            rows.append(("+ quantize: 4bit", self.quantized, ""))
+        first, *others = self.steps
+        options = ", ".join(first.parts) or "no memory options"
+        rows: list[tuple[str, MemoryEstimate, str]] = [(options, first, "")]
+        for before, step in zip(self.steps, others, strict=False):
+            added = [part for part in step.parts if part not in before.parts]
+            rows.append((f"+ {', '.join(added)}", step, ""))
         if (window := self.evaluation) is not None:
             rows.append((f"evaluation at {window.length:,} tokens", window, window.description))
         ranks, subject = self.sharding.ranks, f"steps of {self._blocks}"
@@ -165,7 +171,6 @@ def plan(
     elsewhere: bool = False,
     processes: int | None = None,
     fsdp: bool = False,
-    all_options: bool = True,
 ) -> TrainingPlan:
     """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
 
@@ -177,7 +182,6 @@ def plan(
         processes: number of processes that the launcher will start, one for each GPU; by default the
             `split_window` of the recipe. The plan is that of each.
         fsdp: whether accelerate will spread the weights over them by FSDP2.
-        all_options: as in `plan_training`.
 
     Raises:
         RopeExtendError: the recipe does not work with its model or the processes, the package of a tracker is
@@ -199,7 +203,7 @@ def plan(
     shape, reach = check_recipe(recipe, sharding)
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
     estimate = plan_training(
-        recipe, load_options=load_options, sharding=sharding, all_options=all_options, device=planned_gpu,
+        recipe, load_options=load_options, sharding=sharding, device=planned_gpu,
         evaluation_lengths=evaluation_lengths(recipe, shape), reach=reach,
     )  # fmt: skip
     if estimate is None:
@@ -215,7 +219,6 @@ def plan_training(
     *,
     load_options: LoadOptions,
     sharding: Sharding = ALONE,
-    all_options: bool = False,
     device: torch.device | None = None,
     evaluation_lengths: Sequence[int] = (),
     reach: TextReach | None = None,
@@ -224,7 +227,6 @@ def plan_training(
 
     Args:
         sharding: the share of each process. On a CPU, processes also share its memory.
-        all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
         evaluation_lengths: windows that the run evaluates at, in tokens.
         reach: as in `lora_config`.
@@ -250,7 +252,7 @@ def plan_training(
     def estimate_steps() -> tuple[TrainingPlan, int]:
         with ExitStack() as stack:
             estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
-            plan = _plan_steps(estimator, candidates, budget, all_options)
+            plan = _plan_steps(estimator, candidates, budget)
             return plan, estimator.gathered(gradients=False) if sharding.weights else 0
 
     estimated = try_estimate(estimate_steps, empty, "a step")
@@ -261,60 +263,96 @@ def plan_training(
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed.
+
+    Raises:
+        RopeExtendError: says what to install, and how trackers are called.
+    """
+    installed = integration_utils.get_available_reporting_integrations()
+    for name in names:
+        package, known = name.replace("_", "-"), ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+        refuse_if(
+            name not in installed,
+            f"recipe: the tracker {name} is not installed; pip install {package}, or use one of {known}",
+        )
+
+
+def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of the frozen weights on a device."""
+    return default_dtype(device) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+
+
+def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextReach]:
+    """The rotary shape of a recipe's model, and which of its parts text reaches.
+
+    Raises:
+        RopeExtendError: the model, the encoding, the data and the sharding do not go together.
+    """
+    model: Any = empty_model(recipe.model)
+    reach = text_reach(model)
+    if not recipe.full:
+        lora_config(model, recipe, reach)
+    chunked_loss(model).remove()
+    with extended(model, recipe) as patch:
+        if recipe.positions != CONSECUTIVE:
+            positions, target = recipe.positions, recipe.target_length
+            check_sampled(positions, patch.encoding, patch.shape, model.config, target)
+        if recipe.packing != UNPACKED:
+            check_packing(patch.encoding, model.config)
+        if recipe.mixed_windows:
+            check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
+        sharding.check(patch, model, recipe)
+        return patch.shape, reach
+
+
+def evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
+    """The windows that the run evaluates at, in tokens; empty without `eval_data`."""
+    if recipe.eval_data is None:
+        return ()
+    if recipe.eval_lengths is not None:
+        return recipe.eval_lengths
+    doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
+    return (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
+
+
 def candidate_options(recipe: Recipe, model: Any, device: torch.device) -> list[MemoryOptions]:
     """The combinations of memory options that a run may use, each with one more than the one before.
 
     The cheapest option comes first, and those that the model does not support are left out. Weights of 4 bits
     are not among them: they change what is trained.
     """
-    memory_options = MemoryOptions(
-        gradient_checkpointing=recipe.gradient_checkpointing is True or recipe.offload_checkpoints is True,
-        mlp_tiles=0 if recipe.mlp_tiles == AUTO else int(recipe.mlp_tiles),
-        offload_checkpoints=recipe.offload_checkpoints is True,
-    )
-    candidates = [memory_options]
-    recomputed = memory_options.gradient_checkpointing
-    if recipe.gradient_checkpointing == AUTO and not recomputed and recomputes(model):
-        memory_options = replace(memory_options, gradient_checkpointing=True)
-        candidates.append(memory_options)
+    given = {item.name: getattr(recipe, item.name) for item in fields(MemoryOptions)}
+    if recipe.offload_checkpoints is True:
+        given["gradient_checkpointing"] = True
+    candidates = [MemoryOptions(**{name: value for name, value in given.items() if value != AUTO})]
     tokens = recipe.length * recipe.batch_size
-    tile = default_tile(tokens, device)
-    if recipe.mlp_tiles == AUTO and tokens > tile and tileable(model):
-        memory_options = replace(memory_options, mlp_tiles=tile)
-        candidates.append(memory_options)
-    offloads = recipe.offload_checkpoints == AUTO and device.type == "cuda"
-    if offloads and memory_options.gradient_checkpointing:
-        candidates.append(replace(memory_options, offload_checkpoints=True))
+    tile = GPU_TILE if device.type == "cuda" and tokens >= MANY else TILE
+    available = {
+        "gradient_checkpointing": model.supports_gradient_checkpointing,
+        "mlp_tiles": tile if tokens > tile and tileable(model) else 0,
+        "offload_checkpoints": device.type == "cuda",
+    }
+    for name, value in available.items():
+        offloads = name == "offload_checkpoints"
+        if value and given[name] == AUTO and (not offloads or candidates[-1].gradient_checkpointing):
+            candidates.append(replace(candidates[-1], **{name: value}))
     return candidates
 
 
-def default_memory_options(recipe: Recipe, model: Any, device: torch.device) -> MemoryOptions:
-    """The options of a run whose memory cannot be estimated: the recipe's, with gradient checkpointing."""
-    candidates = candidate_options(recipe, model, device)
-    return next((options for options in candidates if options.gradient_checkpointing), candidates[0])
-
-
 def _plan_steps(
-    estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget, all_options: bool
+    estimator: StepEstimator, candidates: Sequence[MemoryOptions], budget: Budget
 ) -> TrainingPlan:
     recipe, last = estimator.recipe, candidates[-1]
-    steps: list[StepEstimate] = []
-    for options in candidates:
-        steps.append(estimator.step(options, recipe.length))
-        if budget.fits(steps[-1]) and not all_options:
-            break
-    chosen = next(filter(budget.fits, steps), None)
-    longest_block = None
-    if chosen is None:
-        chosen = steps[-1]
+    steps = [estimator.step(options, recipe.length) for options in candidates]
+    chosen, longest_block = next(filter(budget.fits, steps), steps[-1]), None
+    if not budget.fits(chosen):
         longest_block = longest(lambda tokens: budget.fits(estimator.step(last, tokens)), recipe.length)
-    quantized = None
-    quantizable = not (recipe.full or estimator.sharding.weights or gguf_file(recipe.model))
-    if (all_options or longest_block is not None) and not chosen.quantized and quantizable:
+    if not (chosen.quantized or recipe.full or estimator.sharding.weights or gguf_file(recipe.model)):
         weights = steps[-1].weights - estimator.quantized_savings
-        quantized = replace(steps[-1], quantized=True, weights=weights)
+        steps.append(replace(steps[-1], quantized=True, weights=weights))
     return TrainingPlan(
-        recipe, tuple(steps), chosen, budget, longest_block, quantized, sharding=estimator.sharding,
+        recipe, tuple(steps), chosen, budget, longest_block, sharding=estimator.sharding,
         reach=estimator.reach,
     )  # fmt: skip
 

@@ -24,9 +24,8 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LinearLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from rope_extend.attention.split_window import current_split
@@ -35,7 +34,8 @@ from rope_extend.data.documents import fingerprint
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.training.metrics import append
+from rope_extend.files import write_text
+from rope_extend.models.loading import one_error
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     PARTIAL,
@@ -124,17 +124,19 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         state: RunState | None = None,
         **options: Any,
     ) -> None:
+        best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
         refuse_if(
-            args.push_to_hub,
-            "push_to_hub does not work with RopeTrainer, which gives checkpoints their names when they are "
-            "whole; use transformers' Trainer with SaveEncodingCallback for it",
+            args.push_to_hub or best,
+            "push_to_hub, load_best_model_at_end and save_strategy best do not work with RopeTrainer, which "
+            "gives checkpoints their names when they are whole; use transformers' Trainer with "
+            "SaveEncodingCallback for them",
         )
         given = options.pop("callbacks", None) or ()
         self.steps = _StepCallback(self)
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
         if self.pop_callback(ProgressCallback):
-            self.add_callback(_Progress(self))
+            self.add_callback(_Progress)
         self.run = run
         self.progress = state or RunState()
         self._metrics_path = Path(run.recipe.output_dir if run else args.output_dir, "metrics.jsonl")
@@ -167,9 +169,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         )
         if self.run is None:  # otherwise finetune has read the state
             self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
-        # The metrics of an earlier run, which may have had other settings. The first line refuses a link.
-        if not self.progress.step and self.is_world_process_zero() and not self._metrics_path.is_symlink():
-            self._metrics_path.unlink(missing_ok=True)
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:
@@ -202,13 +201,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 args.output_dir, args.save_total_limit = output, keep
             write_spread(partial / final.name, self.model, writes=args.should_save)
             self.accelerator.wait_for_everyone()
-            best = _checkpoint_of(args, self.state.best_global_step or step)
-            if self.state.best_global_step and (best == final or best.exists()):
-                self.state.best_model_checkpoint = str(best)
             if args.should_save:
-                self.state.save_to_json(str(partial / final.name / TRAINER_STATE_NAME))
-                best_step = self.state.best_global_step
-                publish_checkpoint(partial / final.name, final, self.progress, keep=keep, best=best_step)
+                publish_checkpoint(partial / final.name, final, self.progress, keep=keep)
         except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
             if args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -218,11 +212,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """As in `Trainer`, which then saves if `save_strategy` is `best`; a signal also saves other steps."""
-        best: bool = super()._determine_best_metric(metrics, trial)
-        return best or self.steps.agreed != 0
-
     # Steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -230,10 +219,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return super().create_scheduler(num_training_steps, optimizer)
         warmup = self.run.recipe.warmup_steps
-        self.lr_scheduler = LambdaLR(
-            optimizer or self.optimizer,
-            lambda step: 1.0 if step >= warmup else 0.1 + 0.9 * step / warmup,
-        )
+        start = 0.1 if warmup else 1.0
+        self.lr_scheduler = LinearLR(optimizer or self.optimizer, start, total_iters=warmup)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -292,13 +279,13 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         Raises:
             RopeExtendError: too many consecutive steps were skipped.
         """
-        before, finite = self.progress, self._finite
-        self._step_seconds = time.perf_counter() - self._started
+        before, finite, seconds = self.progress, self._finite, time.perf_counter() - self._started
+        self.speed = self._step_tokens / seconds
         state = self.progress = replace(
             before,
             step=self.state.global_step,
             tokens=before.tokens + self._step_tokens,
-            seconds=before.seconds + self._step_seconds,
+            seconds=before.seconds + seconds,
             skipped=before.skipped + (not finite),
             skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
         )
@@ -316,29 +303,32 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As in `Trainer`, with more numbers of a step, which `metrics.jsonl` gets too."""
-        if "loss" not in logs:
-            if self.run is None:  # a recipe's trackers do not get the sums of a whole run
-                super().log(logs, start_time)
-            return
-        state = self.progress
-        if self._finite:
+        state, of_step = self.progress, "loss" in logs
+        if of_step and self._finite:
             logs = {
                 "loss": self.loss,
                 "lr": logs["learning_rate"],
                 "grad_norm": self.norm,
                 "tokens": state.tokens,
-                "tokens_per_second": round(self._step_tokens / self._step_seconds, 1),
+                "tokens_per_second": round(self.speed, 1),
                 "peak_memory_bytes": peak_memory_bytes(self.args.device),
                 "seconds": round(state.seconds, 3),
             }
-        else:
+        elif of_step:
             logs = {"skipped": state.skipped, "tokens": state.tokens}
-        self._write(**logs)
+        elif self.run is not None:  # a recipe's trackers do not get the sums of a whole run
+            return
         super().log(logs, start_time)
+        if of_step:
+            self._write_metrics()
 
-    def _write(self, **values: Any) -> None:
+    def _write_metrics(self) -> None:
+        """Write the history of the run, which its checkpoints have too, so a resumed run repeats no line."""
+        lines = [{name: line[name] for name in line if name != "epoch"} for line in self.state.log_history]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
         if self.is_world_process_zero():
-            append(self._metrics_path, json.dumps({"step": self.progress.step, **values}).encode() + b"\n")
+            with one_error("cannot write the metrics", "Make room, then resume from the last checkpoint"):
+                write_text(self._metrics_path, text)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Perplexity by length on the documents of the recipe, in every process; or as in `Trainer`."""
@@ -356,26 +346,26 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self.model.train()
         if self.args.device.type == "cuda":  # the next measurements are of training steps alone
             torch.cuda.reset_peak_memory_stats(self.args.device)
-        evaluated = {"fingerprint": self._evaluated, "trained_on": data.trained_on}
-        self._write(perplexity=result.ppl, eval_data=evaluated)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
             logger.info("step %d: perplexity %s", step, curve)
         values = {f"perplexity/{length}": value for length, value in result.ppl.items()}
-        super().log(values)
-        self.state.log_history[-1]["eval_data"] = self._evaluated
+        super().log(values)  # trackers take single numbers
+        evaluated = {"fingerprint": self._evaluated, "trained_on": data.trained_on}
+        self.state.log_history[-1] = {"step": step, "perplexity": result.ppl, "eval_data": evaluated}
+        self._write_metrics()
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
 
     def perplexity_after(self, step: int) -> dict[int, float]:
         """Perplexity after a step by length, of the text on which this run evaluates, as far as measured."""
-        names = {f"perplexity/{length}": length for length in (self.run.data.lengths if self.run else ())}
+        lengths = self.run.data.lengths if self.run else ()
         return {
-            names[name]: value
+            int(length): value
             for line in self.state.log_history
-            if line["step"] == step and line.get("eval_data") == self._evaluated
-            for name, value in line.items()
-            if name in names
+            if line["step"] == step and line.get("eval_data", {}).get("fingerprint") == self._evaluated
+            for length, value in line["perplexity"].items()
+            if int(length) in lengths  # as text, of a checkpoint
         }
 
 
@@ -452,21 +442,10 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class _Progress(ProgressCallback):  # type: ignore[misc]
-    """The bar of `Trainer`, with loss and speed in place of a line for each log."""
-
-    def __init__(self, trainer: RopeTrainer) -> None:
-        super().__init__()
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Begin the bar at the present step."""
-        super().on_train_begin(args, state, control, **options)
-        if self.training_bar is not None:
-            self.training_bar.initial = self.training_bar.n = self.current_step = state.global_step
+    """The bar of `Trainer`, with loss and speed instead of a line for each log."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Show loss and speed."""
         if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_postfix_str(
-                f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s", refresh=False
-            )
+            said = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
+            self.training_bar.set_postfix_str(said, refresh=False)

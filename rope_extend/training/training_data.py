@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -138,7 +139,7 @@ class RunData:
 
     Attributes:
         blocks: the blocks to train on, in the order in which they are read.
-        fingerprint: that of the documents of each source.
+        fingerprint: that of the documents.
         held_out: documents to evaluate on; may be empty.
         lengths: windows to evaluate at, in tokens.
         trained_on: how many of the documents to evaluate on are also training data.
@@ -162,39 +163,27 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         trained_length: the pretrained window, in tokens.
 
     Raises:
-        RopeExtendError: as `load_documents` and `cut_blocks`; names the source if there are weights.
+        RopeExtendError: as `load_documents` and `cut_blocks`.
     """
-
-    def documents(source: str | Sequence[str], **how: Any) -> list[Document]:
-        return load_documents(source, tokenizer, text_column=recipe.text_column, **how)
-
-    how = {
-        "split": recipe.split, "max_documents": recipe.max_documents, "max_tokens": recipe.max_tokens,
-        "streaming": recipe.streaming, "min_tokens": 2 if recipe.packs else recipe.length,
-    }  # fmt: skip
-    cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
-    sources, parts = [], []
-    for name in [recipe.data] if recipe.data_weights is None else recipe.data:
-        try:
-            sources.append(documents(name, **how))
-            if recipe.packs and recipe.end_of_text:
-                sources[-1] = ended(sources[-1], tokenizer, recipe.max_tokens)
-            if not recipe.mixed_windows:
-                parts.append(cut(sources[-1], recipe.length))
-        except RopeExtendError as error:
-            if recipe.data_weights is None:
-                raise
-            raise RopeExtendError(f"the source {name!r} of data: {error}") from error
+    documents = partial(load_documents, tokenizer=tokenizer, text_column=recipe.text_column)
+    texts = documents(
+        recipe.data, split=recipe.split, max_documents=recipe.max_documents,
+        min_tokens=2 if recipe.packs else recipe.length,
+    )  # fmt: skip
+    if recipe.packs:
+        texts = ended(texts, tokenizer)
     if recipe.mixed_windows:
         share, seed = recipe.short_share, recipe.seed
-        blocks = mixed_windows(sources[0], recipe.length, trained_length, share, seed=seed)
+        blocks = mixed_windows(texts, recipe.length, trained_length, share, seed=seed)
     else:
-        blocks = Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed)
+        cut = cut_blocks if recipe.packing == UNPACKED else packed_blocks
+        blocks = Mixture([cut(texts, recipe.length)], seed=recipe.seed)
     held_out: list[Document] = []
     if recipe.eval_data is not None:
-        how = {"split": recipe.eval_split, "max_documents": recipe.eval_documents}
-        held_out = documents(recipe.eval_data, min_tokens=max(lengths), **how)
+        held_out = documents(
+            recipe.eval_data, split=recipe.eval_split, max_documents=recipe.eval_documents,
+            min_tokens=max(lengths),
+        )  # fmt: skip
     longest = max(lengths, default=0)
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
-    known = in_common(scored, [document for source in sources for document in source])
-    return RunData(blocks, " ".join(map(fingerprint, sources)), held_out, lengths, known)
+    return RunData(blocks, fingerprint(texts), held_out, lengths, in_common(scored, texts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -174,10 +173,6 @@ def test_a_run_with_mixed_windows_trains_and_resumes(
         result = finetune(mixed)
     assert "50 % PackedBlocks" in caplog.text
     assert "the long blocks are read 0.6 times by the last step; add texts, or lower steps" in caplog.text
-    sizes = [int(size) for size in re.findall(r"PackedBlocks\((\d+) of", caplog.text)]
-    epochs = map(float, re.findall(r"([\d.]+) of (?:long|short) blocks", caplog.text))
-    read = [times * size for times, size in zip(epochs, sizes, strict=True)]
-    assert sum(read) == pytest.approx(mixed.steps * mixed.batch_size, abs=0.005 * sum(sizes))
     assert 0 < result.share_beyond < 0.5
     other = replace(mixed, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ from rope_extend import RopeExtendError
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.documents import Document
 from rope_extend.data.mixing import Mixture
-from rope_extend.training.finetune import Recipe, finetune
 
 
 def source(number: int, count: int, length: int = 8) -> Blocks:
@@ -94,32 +90,6 @@ def test_share_beyond_is_weighted() -> None:
     made = Mixture([source(0, 5, 8), source(1, 5, 8)], (3, 1))
     assert made.share_beyond(6) == pytest.approx(0.25)
     assert repr(made).startswith("Mixture(75 % Blocks(5 of 8")
-
-
-@pytest.mark.usefixtures("private_cache")
-def test_text_that_moves_from_one_source_to_the_other_is_another_run(work: Path, tmp_path: Path) -> None:
-    a, b = (Path(shutil.copy(work / "data" / f"{name}.txt", tmp_path)) for name in "ab")
-    recipe = Recipe(
-        model=str(work / "model"), data=(str(a), str(b)), data_weights=(3, 2), target_length=128, steps=2,
-        output_dir=str(tmp_path / "run"), lora_rank=4, gradient_checkpointing=False,
-    )  # fmt: skip
-    finetune(recipe)
-    b.rename(tmp_path / "c.txt")
-    a.rename(b)
-    (tmp_path / "c.txt").rename(a)
-    with pytest.raises(RopeExtendError, match=r"of the run in documents"):
-        finetune(replace(recipe, steps=4), resume=True)
-
-
-@pytest.mark.usefixtures("private_cache")
-def test_the_source_that_is_too_short_is_named(work: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("a few words")
-    recipe = Recipe(
-        model=str(work / "model"), data=(str(work / "data"), str(tmp_path / "short.txt")), target_length=128,
-        data_weights=(3, 2), packing="restart", output_dir=str(tmp_path / "run"),
-    )  # fmt: skip
-    with pytest.raises(RopeExtendError, match=r"source '.*short.txt' of data: 1 documents .*; give more"):
-        finetune(recipe)
 
 
 def documents_of(tokenizer: PreTrainedTokenizerFast, letters: str) -> list[Document]:

@@ -89,6 +89,13 @@ def test_each_process_has_its_own_gpu_and_no_map(monkeypatch: pytest.MonkeyPatch
         LoadOptions(device_map="auto")
 
 
+def test_weights_go_to_the_gpu_of_the_process_at_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not first to host memory, which eight processes share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    given = LoadOptions("cuda:3", dtype=torch.bfloat16).arguments(str(work / "model"))
+    assert given["device_map"] == {"": torch.device("cuda:3")}
+
+
 def test_kernels_that_are_not_installed_are_reported_before_weights_are_loaded(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,7 @@ from rope_extend.models.families import family_for
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.patching import current_patch
-from rope_extend.training.lora import lora_config
-from rope_extend.training.text_reach import TextReach, text_reach
+from rope_extend.training.lora import TextReach, lora_config, text_reach
 
 LENGTH = 80
 

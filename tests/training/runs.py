@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,8 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run by step. A kill cuts lines short, and of repeated ones the last one counts."""
-    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for text in Path(directory, "metrics.jsonl").read_text().splitlines():
-        with suppress(json.JSONDecodeError):
-            line = json.loads(text)
-            lines[line["step"], *line.get("perplexity", ())] = line
-    return sorted(lines.values(), key=lambda line: int(line["step"]))
+    """The lines of a run."""
+    return [json.loads(line) for line in Path(directory, "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -1,11 +1,12 @@
-"""Long windows under transformers' Trainer and loops of one's own: blocks, and the loss without logits."""
+"""Long windows under any trainer: blocks, the loss without logits, and `RopeTrainer`."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
-from contextlib import nullcontext
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from several_processes import launch
 from test_distributed import AS_IF_GPUS, CONTEXT, RING_ON_CPU
 from test_loss import IGNORED, VOCABULARY, batch, gradients, tiny
 from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -36,10 +38,10 @@ from trl import SFTConfig, SFTTrainer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.attention.split_window import current_split
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import dry_run_attention
-from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
+from rope_extend.training.resume import checkpoints
 from rope_extend.training.training_data import load_data
 
 IDS, LABELS = batch()
@@ -136,33 +138,25 @@ def test_what_it_cannot_compute_is_refused() -> None:
         rx.chunked_loss(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_memory_of_a_long_step_with_a_large_vocabulary(device: str) -> None:
-    """A step at 32k tokens with 128k words takes at most 0.3 of stock's memory; on a GPU it is measured."""
+def test_memory_of_a_long_step_with_a_large_vocabulary() -> None:
+    """A step at 32k tokens with 128k words takes at most 0.3 of stock's memory."""
     config = LlamaConfig(
         vocab_size=131_072, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device(device):
+    with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     rx.extend(model, "32k")
     model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.zeros(1, 32_768, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), use_cache=False)[0].backward()
+    ids = torch.zeros(1, 32_768, dtype=torch.int64, device="meta")
 
     def peak() -> int:
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            return torch.cuda.max_memory_allocated()
         memory = LiveBytes(scored=2 * 128)
         for tensor in model.parameters():
             memory.add(tensor)
         with dry_run_attention(model, maskless=True), memory:
-            step()
+            model(input_ids=ids, labels=ids, num_items_in_batch=ids.numel(), use_cache=False)[0].backward()
         return memory.peak
 
     stock = peak()
@@ -171,11 +165,10 @@ def test_memory_of_a_long_step_with_a_large_vocabulary(device: str) -> None:
 
 
 class InOrder(Trainer):  # type: ignore[misc]
-    """A Trainer that reads its dataset in order; the processes of a split window get the same batches."""
+    """A Trainer that reads its dataset in order."""
 
     def _get_train_sampler(self, *_: Any) -> Any:
-        order, split = SequentialSampler(self.train_dataset), current_split(self.model)
-        return order if split is None else split.sampler(order, batch_size=1)
+        return SequentialSampler(self.train_dataset)
 
     _get_eval_sampler = _get_train_sampler
 
@@ -196,19 +189,17 @@ def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **
     if kind == "RopeTrainer":
         return rx.RopeTrainer(model, TrainingArguments(**settings), train_dataset=blocks)
     callbacks = [rx.SaveEncodingCallback()]
+    # With a tokenizer, the collator adds a mask of ones, which switches off transformers' own separation.
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    common = {"callbacks": callbacks, "processing_class": tokenizer}
     if kind == "Trainer":
-        # With a tokenizer, the collator adds a mask of ones, which switches off transformers' own separation.
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-        return InOrder(
-            model, TrainingArguments(**settings), train_dataset=blocks, callbacks=callbacks,
-            processing_class=tokenizer,
-        )  # fmt: skip
+        return InOrder(model, TrainingArguments(**settings), train_dataset=blocks, **common)
+    data, collator = settings.pop("data", None), settings.pop("collator", default_data_collator)
     rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
-    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    right = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     return SFTInOrder(
-        model, SFTConfig(**settings), train_dataset=rows, callbacks=callbacks, processing_class=tokenizer,
-        data_collator=default_data_collator,
-    )  # fmt: skip
+        model, SFTConfig(**right | settings), train_dataset=data or rows, data_collator=collator, **common
+    )
 
 
 def by_recipe(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
@@ -221,7 +212,7 @@ def by_recipe(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
     return run
 
 
-def train(kind: str, run: Recipe, output: Path, *, split: bool = False, **changes: Any) -> Trainer:
+def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
     """Train as `run` did, on the same blocks in the same order, and save where `save_model` does."""
     tokenizer = tokenizer_of(run)
     order = load_data(run, tokenizer, (), 32).blocks
@@ -238,7 +229,7 @@ def train(kind: str, run: Recipe, output: Path, *, split: bool = False, **change
     lora = LoraConfig(r=4, lora_alpha=run.lora_alpha, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     training = trainer(kind, model, chosen, output, tokenizer, **changes)
-    with chunked, rx.split_window(model) if split else nullcontext():
+    with chunked:
         training.train()
         assert math.isfinite(training.evaluate(training.train_dataset)["eval_loss"])
     training.save_model()
@@ -272,29 +263,6 @@ def test_trainers_end_with_the_adapter_of_the_command(
         )
     if kind != "SFTTrainer" and packing == "none":
         assert_same(weights(run.output_dir), weights(tmp_path / "theirs"))
-
-
-IN_A_PROCESS = """
-import sys
-from pathlib import Path
-from test_any_trainer import Recipe, train
-recipe, output = sys.argv[1:]
-for kind in ("Trainer", "SFTTrainer"):
-    train(kind, Recipe.from_yaml(recipe), Path(output) / kind, gradient_accumulation_steps=2)
-    where = Path(output) / f"{kind} split"
-    train(kind, Recipe.from_yaml(recipe), where, split=True, gradient_accumulation_steps=4)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_end_with_the_adapter_of_one(recipe: Recipe, tmp_path: Path) -> None:
-    run = by_recipe(recipe, tmp_path / "ours", packing="restart", gradient_accumulation=4)
-    (tmp_path / "run.yaml").write_text(run.to_yaml())
-    paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}\n"
-    launch(paths + IN_A_PROCESS, str(tmp_path / "run.yaml"), str(tmp_path), where=tmp_path)
-    for kind in ("Trainer", "SFTTrainer"):
-        assert_same_adapter(run, tmp_path / kind)
-        assert_same_adapter(run, tmp_path / f"{kind} split")
 
 
 IN_RINGS = """
@@ -344,31 +312,20 @@ def test_trl_trains_the_blocks_that_it_was_given_or_stops_before_the_first_step(
     rx.chunked_loss(model)
     documents = rx.load_documents(recipe.data, tokenizer)
     blocks = rx.blocks(documents, 64, packing=positions is None, positions=positions, model=model)
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     seen: list[torch.Tensor] = []
     model.model.register_forward_pre_hook(
         lambda _module, _args, given: seen.append(given["position_ids"]), with_kwargs=True
     )
-    right = {
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-    }
-    rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
 
-    def run(data: Any = blocks.to_dataset(), collator: Any = default_data_collator, **changes: Any) -> None:  # noqa: B008
-        settings = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True,
-                    "save_strategy": "no", "bf16": False, **right, **changes}  # fmt: skip
-        SFTTrainer(
-            model, SFTConfig(str(tmp_path / "sft"), **settings), train_dataset=data, data_collator=collator,
-            processing_class=tokenizer, callbacks=[rx.SaveEncodingCallback()],
-        ).train()  # fmt: skip
+    def run(**changes: Any) -> None:
+        changes = {"data": blocks.to_dataset(), "max_steps": 1, "gradient_checkpointing": False, **changes}
+        trainer("SFTTrainer", model, blocks, tmp_path / "sft", tokenizer, **changes).train()
 
     for wrong in (
         {"collator": None},  # TRL's own, which makes no positions
         {"collator": DataCollatorWithFlattening()},
-        {"data": rows, "remove_unused_columns": True, "collator": None},
-        {"data": rows, "dataset_kwargs": None, "max_length": 32},
+        {"data": None, "remove_unused_columns": True, "collator": None},
+        {"data": None, "dataset_kwargs": None, "max_length": 32},
     ):
         with pytest.raises(RopeExtendError, match=r"does not train the blocks .*batches differ.*skip_prep"):
             run(**wrong)
@@ -451,3 +408,88 @@ def test_blocks_that_do_not_suit_the_model_are_refused(
     documents = [rx.Document("one", torch.arange(400) % 60)]
     with pytest.raises(RopeExtendError, match=message):
         rx.blocks(documents, **options)
+
+
+ROWS = [{"input_ids": ids, "labels": ids} for ids in torch.arange(5 * 12).view(5, 12) % 60]
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a number."""
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """SIGTERM after the second step, once."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and self.__dict__.setdefault("first", True):
+            self.first = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def made(output: Path, data: Any = ROWS, **changes: Any) -> rx.RopeTrainer:
+    options = {name: changes.pop(name) for name in ("callbacks", "eval_dataset") if name in changes}
+    model = llama()
+    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=256)
+    settings = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "report_to": [],
+        "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, **changes,
+    }  # fmt: skip
+    return rx.RopeTrainer(model, TrainingArguments(str(output), **settings), train_dataset=data, **options)
+
+
+SHORT = [{name: ids[:8] for name, ids in row.items()} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "tokens"),
+    [(ROWS, 2, [24, 48, 60]), (Stream(), 2, [24, 48, 60]), ([ROWS[0], *SHORT], 1, [12, 20, 28])],
+    ids=["incomplete batch", "stream", "unequal rows"],
+)
+def test_tokens_are_those_of_the_batches(
+    tmp_path: Path, data: Any, batch_size: int, tokens: list[int]
+) -> None:
+    order = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": batch_size}
+    made(tmp_path, data, max_steps=3, **order).train()
+    assert [line["tokens"] for line in metrics(tmp_path)] == tokens
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_an_interrupted_run_has_a_checkpoint_from_which_its_trainer_continues(
+    tmp_path: Path, strategy: str
+) -> None:
+    trainer = made(tmp_path, callbacks=[Stop()], save_strategy=strategy, save_steps=500)
+    with pytest.raises(FinetuneInterrupted) as stopped:
+        trainer.train()
+    assert stopped.value.checkpoint == checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-2"
+    for _ in range(2):  # a finished run takes no further step
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == trainer.progress.step == 4
+    whole = made(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    ours, theirs = trainer.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    whole.train()  # from the first step
+    assert whole.progress.tokens == 24 + 24 + 12 + 24
+    assert [line["step"] for line in metrics(tmp_path / "whole")] == [1, 2, 3, 4]
+
+
+def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    before = checkpoints(tmp_path)
+    made(tmp_path / "other", max_steps=1).train()
+    for checkpoint in (None, str(tmp_path / "other/checkpoint-1")):
+        with pytest.raises(RopeExtendError, match=r"checkpoint-4 of another run.*resume_from_che"):
+            made(tmp_path, max_steps=2).train(checkpoint)
+    assert checkpoints(tmp_path) == before
+    with pytest.raises(RopeExtendError, match="save_only_model"):
+        made(tmp_path, save_only_model=True).train(resume_from_checkpoint=True)
+
+
+def test_arguments_that_need_checkpoints_in_their_final_place_are_refused(tmp_path: Path) -> None:
+    evaluating = {"eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1}
+    for changes in ({"push_to_hub": True}, {"load_best_model_at_end": True}, {"save_strategy": "best"}):
+        with pytest.raises(RopeExtendError, match=r"do not work with RopeTrainer.*SaveEncodingCallback"):
+            made(tmp_path, metric_for_best_model="loss", **evaluating, **changes)

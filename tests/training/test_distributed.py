@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from cases import tiny_llama
+from cases import tiny_llama, tiny_model
 from runs import assert_same, metrics, settings, tokenizer_of, weights
 from safetensors.torch import load_file
 from several_processes import launch
-from transformers import MistralConfig, MistralForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -125,8 +124,6 @@ def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
     def run(way: str, **changes: Any) -> Recipe:
         name = "-".join([way, *(f"{field}={value}" for field, value in changes.items())])
         fields = {**WAYS[way], **changes}
-        if "data_weights" in fields:
-            fields["data"] = [f"{recipe.data}/{name}.txt" for name in "abc"]
         one = replace(recipe, **fields, output_dir=str(shared / name))
         if not any((shared / name).glob("*model.safetensors")):
             finetune(one, overwrite=True)
@@ -161,7 +158,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "learned": {"method": "t5_bias", "eval_data": None, "eval_every": 0},
     "bfloat16": {"dtype": "bfloat16"},
-    "packed and mixed": {"packing": "restart", "data_weights": (2, 1, 1)},
+    "packed": {"packing": "restart"},
     "full": {"lora_targets": "none", "method": "t5_bias", "train_norm_embed": False},
 }  # fmt: skip
 
@@ -175,6 +172,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], str, list[str], int, dict[str, Any]]] 
     "data parallel": (ON_CPUS, "", [*WAYS], 1, {}),
     "a split window": (ON_CPUS, "", ROUNDED_ALIKE, 2, {"split_window": 2}),
     "spread weights and a split window": (FSDP, AS_IF_GPUS, ["all", "full"], 2, {"split_window": 2}),
+    "spread weights": (FSDP, AS_IF_GPUS, [*WAYS], 1, {}),
     "spread weights that one process reads": (READ_ONCE, AS_IF_GPUS, ["lora", "learned"], 1, {}),
     "a ring": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}, RINGS, ["lora", "all"], 2, {}),
     "two rings": ({**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, RINGS, ["lora"], 2, {}),
@@ -206,6 +204,9 @@ def test_several_processes_train_as_one(
         checkpoint = Path(other.output_dir, "checkpoints", "checkpoint-4")
         states = {path.name for path in checkpoint.glob("rng_state*")}
         assert states == {f"rng_state_{rank}.pth" for rank in range(processes)}
+        if environment is FSDP:
+            assert re.search(r"sharded (\d+) of \1\n", said)
+            assert not re.search(r"sharded (\d+) of (?!\1\n)", said)
         if environment is READ_ONCE:
             assert_same(trained(other, "checkpoints/checkpoint-4"), trained(other))
     if start == RINGS:
@@ -217,46 +218,22 @@ def test_several_processes_train_as_one(
         assert sum(int(count) for _, count in found) == calls
 
 
-def test_a_split_window_needs_its_processes(recipe: Recipe) -> None:
-    with pytest.raises(
-        RopeExtendError, match=r"split_window 2 needs 2 processes, or a multiple, not 1; start torchrun"
-    ):
-        finetune(replace(recipe, split_window=2))
-
-
 @pytest.mark.slow
-def test_spread_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
-    """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
-    ones = [in_one_process(way) for way in WAYS]
-    twos = [in_several(one, tmp_path) for one in ones]
-    # Dropout: each process draws its own zeros, and resumes with its own random state.
-    whole = replace(twos[1], lora_dropout=0.2, output_dir=str(tmp_path / "whole"))
-    again = replace(whole, output_dir=str(tmp_path / "resumed"))
-    half = written(replace(again, steps=2), tmp_path)
-    half = str(Path(half).rename(tmp_path / "half.yaml"))
-    said = launch(
-        AS_IF_GPUS + TRAIN,
-        *(written(one, tmp_path) for one in (*twos, whole)),
-        half, written(again, tmp_path),
-        where=tmp_path, environment=FSDP,
-    )  # fmt: skip
-    lines = [line for line in said.splitlines() if line.startswith("sharded")]
-    assert len(lines) == 2 * (len(twos) + 3)
-    assert all(line.split()[1] == line.split()[3] for line in lines), lines
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
-        ours, theirs = rx.load(one.output_dir), rx.load(two.output_dir)
-        ids = torch.arange(128)[None]
-        with torch.no_grad():
-            torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
-        records = [read_record(run.output_dir) for run in (one, two)]
-        assert records[0].base_fingerprint == records[1].base_fingerprint
-        assert (records[0].base_fingerprint is None) == one.full
-    assert_same(weights(again.output_dir), weights(whole.output_dir))
-    assert any(
-        not torch.equal(value, weights(twos[1].output_dir)[name])
-        for name, value in weights(whole.output_dir).items()
-    )
+def test_each_process_draws_its_own_dropout_and_resumes_with_its_random_state(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    runs = [
+        in_several(replace(recipe, lora_dropout=dropout), tmp_path / str(dropout)) for dropout in (0, 0.2)
+    ]
+    again = replace(runs[1], output_dir=str(tmp_path / "resumed"))
+    for directory in ("0", "0.2", "half"):
+        (tmp_path / directory).mkdir()
+    paths = [written(run, Path(run.output_dir).parent) for run in runs]
+    paths += [written(replace(again, steps=2), tmp_path / "half"), written(again, tmp_path)]
+    launch(AS_IF_GPUS + TRAIN, *paths, where=tmp_path, environment=FSDP)
+    plain, whole, resumed = (weights(run.output_dir) for run in (*runs, again))
+    assert_same(resumed, whole)
+    assert any(not torch.equal(value, plain[name]) for name, value in whole.items())
 
 
 ANY_TRAINER = """
@@ -339,18 +316,12 @@ def test_only_rotary_methods_with_one_table_can_be_cut() -> None:
 def test_other_settings_that_cannot_be_cut_are_refused() -> None:
     eager = tiny_llama()
     eager.set_attn_implementation("eager")
-    sliding = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            num_key_value_heads=1, sliding_window=16, max_position_embeddings=32,
-        )
-    )  # fmt: skip
     for model, changes, reason in (
         (None, {"positions": "pose", "block_length": 32}, "sampled positions need whole sequences"),
         (None, {"packing": "restart"}, "packed documents and"),
         (None, {"block_length": 126}, "126 tokens cannot be cut into 4 equal pieces"),
         (eager, {}, "replaces sdpa, but this model uses eager"),
-        (sliding, {}, "layers of type sliding_attention"),
+        (tiny_model("mistral"), {}, "layers of type sliding_attention"),
     ):
         with pytest.raises(RopeExtendError, match=rf"cp_size 2\).*{reason}.*split_window 2 instead"):
             check(CUT, "yarn", model, **changes)

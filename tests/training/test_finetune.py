@@ -275,3 +275,20 @@ def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_n
         run = replace(recipe, eval_data="org/books", **changes)
         assert len(load_data(run, tokenizer_of(recipe), (64,), TRAINED).held_out) == 1
     assert read == ["validation", "test"]
+
+
+def test_drope_recalibrates_at_the_trained_length_and_scales_beyond(recipe: Recipe) -> None:
+    """Training within the window scales nothing; the saved model scales by the length."""
+    result = finetune(replace(recipe, method="drope", block_length=TRAINED, lora_targets="all-linear"))
+    ids = torch.arange(2 * TARGET).remainder(251).view(2, TARGET)
+    saved = read_record(recipe.output_dir).encoding.to_dict()
+    assert saved == {"name": "drope", "factor": 4.0, "coefficient": 0.103, "per": "query"}
+    short, plain = ids[:, :TRAINED], rx.encoding("nope")
+    model = rx.load(recipe.output_dir)
+    with torch.no_grad():
+        ours, far = model(short).logits, model(ids).logits
+        assert_same_but_rounding(far, result.model(ids).logits)
+    rx.current_patch(model).remove()  # type: ignore[union-attr]
+    with rx.patch_model(model, plain), torch.no_grad():
+        assert_same_but_rounding(ours, model(short).logits)
+        assert (far - model(ids).logits).abs().max() > 1e-5

@@ -15,8 +15,7 @@ from transformers.integrations import integration_utils
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.metrics import append, check_trackers
-from rope_extend.training.step_plan import plan
+from rope_extend.training.step_plan import check_trackers, plan
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: typ
         assert curve or line["peak_memory_bytes"] > 2**20
         values.pop("epoch", None)
         assert {"step": step, **values} == line | curve
-    assert list(Path(recipe.output_dir, "tensorboard").rglob("events.*"))
+    assert list(Path(recipe.output_dir, "checkpoints", "runs").rglob("events.*"))
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("comet_ml", "comet-ml")])
@@ -72,28 +71,15 @@ def test_a_missing_tracker_is_named(
     name: str, package: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
-    message = rf"tracker {name} is missing; pip install {package}"
+    message = rf"tracker {name} is not installed; pip install {package}, or use one of .*mlflow.*wandb"
     with pytest.raises(RopeExtendError, match=message):
         check_trackers([name])
-    with pytest.raises(RopeExtendError, match=r"no tracker is named 'wandbb'; use one of .*mlflow.*wandb"):
-        check_trackers(["wandbb"])
     for run in (plan, finetune):
         with pytest.raises(RopeExtendError, match=message):
             run(replace(recipe, trackers=(name,)))
     assert not Path(recipe.output_dir).exists()
     # Planned for another machine, which may have it.
     assert plan(replace(recipe, trackers=(name,)), limit_memory=10**9, elsewhere=True)
-
-
-def test_a_tracker_that_does_not_start_is_one_clear_error(
-    recipe: Recipe, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no such server")
-
-    monkeypatch.setattr(recorder, "on_train_begin", fail)
-    with pytest.raises(RopeExtendError, match=r"a tracker does not start: no such server.*leave it out"):
-        finetune(replace(recipe, trackers=("recorder",)))
 
 
 def cells(markdown: str) -> dict[str, list[str]]:
@@ -120,23 +106,10 @@ def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: 
     assert "before training, extended" not in card
 
     shutil.rmtree(directory / "checkpoints" / "checkpoint-4")
-    back = finetune(replace(recipe, steps=4), resume=True)
+    back = finetune(replace(recipe, steps=4, eval_lengths=(40, 64)), resume=True)
+    assert set(back.perplexity) == {40, 64}
     before = cells((back.output_dir / "README.md").read_text())["before training, extended"]
-    assert before == [number(value) for value in curves[0].values()]
-
-
-@pytest.mark.slow
-def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) -> None:
-    recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
-    finetune(replace(recipe, steps=1))
-    for steps in (1, 2):  # finished, and continued
-        result = finetune(replace(recipe, steps=steps, eval_lengths=(40, 64)), resume=True)
-        assert set(result.perplexity) == {40, 64}
-        rows = cells((result.output_dir / "README.md").read_text())
-        curves = {
-            line["step"]: line["perplexity"] for line in metrics(result.output_dir) if "perplexity" in line
-        }
-        assert rows["before training, extended"] == ["–", number(curves[0]["64"])]
+    assert before == ["–", number(curves[0]["64"])]  # the same text, also at other lengths
 
 
 @pytest.mark.slow
@@ -144,7 +117,7 @@ def test_evaluation_on_training_text_is_said(
     recipe: Recipe, work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = work / "data"
-    recipe = replace(recipe, steps=1, max_tokens=200, data=(str(data / "a.txt"), str(data / "b.txt")))
+    recipe = replace(recipe, steps=1, data=(str(data / "a.txt"), str(data / "b.txt")))
     finetune(replace(recipe, eval_data=str(data)))
     assert "2 of the 3 documents of eval_data are also training data" in caplog.text
     run = Path(recipe.output_dir)
@@ -156,11 +129,3 @@ def test_evaluation_on_training_text_is_said(
     finetune(held_out)
     assert "also training data" not in caplog.text
     assert "on held-out text" in Path(held_out.output_dir, "README.md").read_text()
-
-
-def test_a_link_in_the_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine\n")
-    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "notes.txt")
-    with pytest.raises(RopeExtendError, match=r"cannot write .*metrics.jsonl"):
-        append(tmp_path / "metrics.jsonl", b"1\n")
-    assert (tmp_path / "notes.txt").read_text() == "mine\n"

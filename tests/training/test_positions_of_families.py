@@ -19,7 +19,7 @@ from rope_extend import RopeExtendError
 from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check_sampled
 from rope_extend.loss import next_token_loss
 from rope_extend.models.families import family_for
-from rope_extend.training import model_checks
+from rope_extend.training import step_plan
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 
@@ -51,13 +51,13 @@ SOME = {
 def as_refused_or_not(
     case: FamilyCase, model: nn.Module, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_checks, "empty_model", lambda name: model)
+    monkeypatch.setattr(step_plan, "empty_model", lambda name: model)
     if case.model_type in REFUSED:
         match = rf"positions {recipe.positions} cannot be combined with .*{REFUSED[case.model_type]}"
         with pytest.raises(RopeExtendError, match=match):
-            model_checks.check_recipe(recipe, Sharding())
+            step_plan.check_recipe(recipe, Sharding())
     else:
-        model_checks.check_recipe(recipe, Sharding())
+        step_plan.check_recipe(recipe, Sharding())
 
 
 def in_the_long_text(model: Any, ids: Tensor, positions: Tensor) -> Tensor:

@@ -18,14 +18,26 @@ import numpy as np
 import pytest
 import torch
 from covering import few
-from runs import AtStep, assert_same, files_below, metrics, weights
+from runs import AtStep, assert_same, files_below, metrics, settings, weights
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
+from rope_extend.models.checkpoint_directory import LEARNED_FILE
 from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
-from rope_extend.training.resume import RunState, check_continues, enter_directory, starting_point
+from rope_extend.training.resume import (
+    CHECKPOINTS,
+    VERSION,
+    RunState,
+    check_continues,
+    checkpoints,
+    enter_directory,
+    read_state,
+    starting_point,
+)
+from rope_extend.training.sharding import Sharding
 
 
 @pytest.mark.parametrize(
@@ -46,9 +58,10 @@ def test_a_second_process_in_the_directory_of_a_run_is_refused(how: dict[str, bo
 def test_a_run_interrupted_by_a_signal_ends_bit_for_bit_the_same(
     recipe: Recipe, tmp_path: Path, at_step: AtStep, work: Path
 ) -> None:
-    recipe = replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=3)
+    learns = {"method": "t5_bias", "lora_targets": "attention", "train_norm_embed": False}
+    recipe = replace(recipe, **learns, eval_data=str(work / "data" / "a.txt"), eval_every=3)
     finetune(recipe)
-    whole = weights(recipe.output_dir)
+    whole = [weights(recipe.output_dir), load_file(Path(recipe.output_dir, LEARNED_FILE))]
     expected = metrics(recipe.output_dir)
 
     recipe = replace(recipe, output_dir=str(tmp_path / "interrupted"))
@@ -66,7 +79,8 @@ def test_a_run_interrupted_by_a_signal_ends_bit_for_bit_the_same(
     computed = at_step(0, lambda: None)
     finetune(recipe, resume=True)
     assert computed == [6, 7, 8]
-    assert_same(weights(recipe.output_dir), whole)
+    assert_same(weights(recipe.output_dir), whole[0])
+    assert_same(load_file(Path(recipe.output_dir, LEARNED_FILE)), whole[1])
     timeless = [
         [{k: v for k, v in line.items() if not re.search("second|memory", k)} for line in lines]
         for lines in (expected, metrics(recipe.output_dir))
@@ -96,14 +110,9 @@ def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> N
         resumed(learning_rate=1e-3, seed=1)
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
         resumed(steps=2)
-
-
-def test_settings_that_only_one_recipe_has_are_compared(recipe: Recipe) -> None:
-    """As in a run of another version of this package."""
-    now = RunState(recipe=recipe.to_dict())
-    check_continues(now, now)
+    other_version = replace(state, recipe={**state.recipe, "rslora": True})
     with pytest.raises(RopeExtendError, match=r"in rslora \(True there"):
-        check_continues(replace(now, recipe={**now.recipe, "rslora": True}), now)
+        check_continues(other_version, state)
 
 
 def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
@@ -215,21 +224,6 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
         finetune(replace(recipe, steps=9), resume=True)
 
 
-def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
-    directory = Path(recipe.output_dir)
-    directory.mkdir()
-    (directory / ".recipe.yaml.0123abcd.partial").touch()  # killed before it wrote its first file
-    finetune(replace(recipe, steps=3, save_every=1), resume=True)
-    checkpoints = directory / "checkpoints"
-    shutil.copytree(
-        checkpoints / "checkpoint-2", checkpoints / "checkpoint-1"
-    )  # killed before it removed this one
-    (checkpoints / ".partial-4").mkdir()  # killed while it saved
-    (checkpoints / ".partial-4" / "state.json").write_text("{")
-    finetune(replace(recipe, steps=3, save_every=1), resume=True)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-
-
 @pytest.mark.parametrize(("step", "file"), [(1, "adapter_model.safetensors"), (5, "optimizer.pt")])
 def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
     recipe: Recipe, tmp_path: Path, step: int, file: str, at_step: AtStep
@@ -273,6 +267,8 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
     finetune(replace(recipe, steps=1), overwrite=True)
     assert [line["step"] for line in metrics(recipe.output_dir)] == [1]
     assert notes.read_text() == "mine"
+    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
+    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None  # nothing stops the next job
 
 
 def test_a_job_that_is_queued_again_always_passes_resume(
@@ -301,9 +297,84 @@ def test_weights_without_steps_are_not_trained_over(recipe: Recipe, name: str) -
     assert (directory / name).read_text() == "weeks of work"
 
 
-def test_overwrite_leaves_nothing_that_stops_a_job_that_is_queued_again(
-    recipe: Recipe, finished: Path
+@pytest.fixture
+def two_steps(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    """A run of two steps, with a model and a text of its own."""
+    shutil.copytree(work / "model", tmp_path / "model")
+    shutil.copytree(work / "data", tmp_path / "data")
+    changes = {"model": str(tmp_path / "model"), "data": str(tmp_path / "data"), "save_every": 1}
+    run = Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "run"))
+    finetune(replace(run, steps=2))
+    return replace(run, steps=3)
+
+
+def one_bit(recipe: Recipe) -> None:
+    file = Path(recipe.model) / "model.safetensors"
+    stored = load_file(file)
+    stored["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(stored, file, {"format": "pt"})
+
+
+def config(name: str, value: Any) -> Any:
+    def change(recipe: Recipe) -> None:
+        file = Path(recipe.model) / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+
+    return change
+
+
+def other_text(recipe: Recipe) -> None:
+    shutil.copy(Path(str(recipe.data)) / "a.txt", Path(str(recipe.data)) / "b.txt")
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "weights": (one_bit, {}, r"of the run in weights \('\w+' there, '\w+' here\)"),
+    "config": (config("rms_norm_eps", 1e-3), {}, r"of the run in config \("),
+    "shape": (config("max_position_embeddings", 64), {}, r"of the run in encoding \(.*shape \("),
+    "dtype": (None, {"dtype": "bfloat16"}, r"dtype \('torch.float32' there, 'torch.bfloat16' here\)"),
+    "text": (other_text, {}, "of the run in documents"),
+    "encoding": (None, {"method": "linear"}, r"method \('yarn' there, 'linear' here\)"),
+    "settings": (None, {"lora_rank": 2}, r"lora_rank \(4 there, 2 here\)"),
+}
+"""By name, what changes on disk, in the recipe, and the error."""
+
+
+@pytest.mark.slow
+def test_a_run_of_other_work_is_not_resumed(two_steps: Recipe, tmp_path: Path) -> None:
+    kept = {name: files_below(tmp_path / name) for name in ("model", "data")}
+    run = files_below(Path(two_steps.output_dir))
+    for change, changes, message in OTHERS.values():
+        if change is not None:
+            change(two_steps)
+        with pytest.raises(RopeExtendError, match=rf"(?s)cannot resume: .*{message}"):
+            finetune(replace(two_steps, keep_checkpoints=1, **changes), resume=True)
+        assert files_below(Path(two_steps.output_dir)) == run  # nothing is removed
+        for files in kept.values():
+            for path, content in files.items():
+                path.write_bytes(content)
+    Path(two_steps.model).rename(tmp_path / "moved")
+    moved = replace(two_steps, model=str(tmp_path / "moved"), dtype="float32")  # auto, by another name
+    finetune(moved, resume=True)
+    assert read_state(checkpoints(Path(two_steps.output_dir) / CHECKPOINTS)[-1]).step == 3
+
+
+def test_configs_are_compared_under_one_version_of_transformers() -> None:
+    """A new version may have new defaults; it does not change a weight."""
+    before = {"config": "a", "weights": "b", VERSION: "5.17.0"}
+    state = RunState(recipe={"steps": 1}, identity=before)
+    check_continues(state, replace(state, identity={**before, "config": "c", VERSION: "5.23.0"}))
+    for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
+        with pytest.raises(RopeExtendError, match=r"cannot resume: .* differs from that of the run in"):
+            check_continues(state, replace(state, identity={**before, **changed}))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_only_with_as_many_processes(
+    two_steps: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(finished, recipe.output_dir)
-    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
-    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None
+    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(ranks=2))
+    with pytest.raises(RopeExtendError, match=r"processes \(1 there, 2 here\)\. .*launch"):
+        finetune(two_steps, resume=True)
+    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(parts=2))
+    with pytest.raises(RopeExtendError, match=r"parts of a sequence \(1 there, 2 here\).*same cp_size"):
+        finetune(two_steps, resume=True)

@@ -27,13 +27,12 @@ from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.plan import longest
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.training import memory_options as options_module
 from rope_extend.training import step_plan as planning
 from rope_extend.training.lora import adapted, extended
-from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import read_state
-from rope_extend.training.step_plan import TrainingPlan, plan, plan_training
+from rope_extend.training.step_plan import TILE, TrainingPlan, plan, plan_training
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
 CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
@@ -285,22 +284,22 @@ def test_four_bits_and_offloading_are_estimated_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     result = plan(run, limit_memory=80 * 10**9)
-    assert [step.memory_options for step in result.steps] == [*CANDIDATES, MemoryOptions(True, TILE, True)]
+    everything = MemoryOptions(True, TILE, True)
+    assert [step.memory_options for step in result.steps] == [*CANDIDATES, everything, everything]
     assert result.budget.device.type == "cuda"
     assert result.budget.available == 80 * 10**9
-    tiled, offloaded = result.steps[-2:]
+    tiled, offloaded, quantized = result.steps[-3:]
     config = LlamaConfig.from_pretrained(MODEL)
     assert tiled.host == 0
     states = config.num_hidden_layers * 4096 * config.hidden_size * 2  # in bfloat16
     assert states <= offloaded.host <= 2 * states  # torch pins powers of two
     assert offloaded.peak < tiled.peak
-    assert result.quantized is not None
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Only the matrices of the layers; those of the adapter stay, and one at a time is dequantized.
     matrices = [part.weight for name, part in empty.named_modules() if name.endswith("_proj")]
     small = sum(weight.numel() for weight in matrices) * (2 - 0.5625) - max(w.nbytes for w in matrices)
-    assert offloaded.weights - result.quantized.weights == pytest.approx(small, rel=1e-3)
+    assert offloaded.weights - quantized.weights == pytest.approx(small, rel=1e-3)
 
 
 def limited(limit: float) -> LoadOptions:
@@ -315,7 +314,6 @@ def test_as_few_memory_options_as_are_needed_the_cheapest_first(tmp_path: Path) 
     for total, memory_options in zip(totals[:2], CANDIDATES, strict=False):
         result = planned(run, load_options=limited(total / 0.94))
         assert result.chosen.memory_options == memory_options
-        assert len(result.steps) == 1 + CANDIDATES.index(memory_options)
         result.check()
     assert planned(run, load_options=limited(totals[0] / 0.96)).chosen.memory_options == MemoryOptions(True)
 
@@ -324,7 +322,7 @@ def test_as_few_memory_options_as_are_needed_the_cheapest_first(tmp_path: Path) 
 def test_what_the_recipe_says_is_not_changed() -> None:
     run = recipe(MODEL, gradient_checkpointing=False, mlp_tiles=0)
     result = planned(run, load_options=limited(5e7))
-    assert [step.memory_options for step in result.steps] == [MemoryOptions()]
+    assert {step.memory_options for step in result.steps} == {MemoryOptions()}
     with pytest.raises(RopeExtendError, match="gradient_checkpointing and mlp_tiles on auto"):
         result.check()
     result = planned(replace(run, gradient_checkpointing=True, mlp_tiles=100, offload_checkpoints=True))
@@ -374,7 +372,7 @@ def test_options_that_a_family_does_not_support_are_left_out_or_refused(tmp_path
     ):
         tiny_config(family(name)).save_pretrained(tmp_path / name)
         run = recipe(tmp_path / name, target_length=2048, lora_targets="attention")
-        assert not any(getattr(step.memory_options, option) for step in planned(run, all_options=True).steps)
+        assert not any(getattr(step.memory_options, option) for step in planned(run).steps)
         with pytest.raises(RopeExtendError, match=message):
             plan(replace(run, **{option: value}))
 
@@ -391,7 +389,7 @@ def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 def test_a_resumed_run_keeps_its_tiles(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(options_module, "TILE", 16)
+    monkeypatch.setattr(planning, "TILE", 16)
     need = planned(replace(tiny, target_length=128), memory_options=MemoryOptions(True, 16)).chosen.total
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))

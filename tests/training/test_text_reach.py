@@ -14,16 +14,9 @@ from torch import nn
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
-from rope_extend.training.lora import adapted, left_out, lora_config
+from rope_extend.training.lora import TextReach, adapted, lora_config, text_reach
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.text_reach import TextReach, text_reach
 
-NOT_ALL = {
-    "axk2", "bamba", "deepseek_v32", "dots3_note_text", "falcon_h1", "fuyu", "gemma3", "gemma3n_text",
-    "gemma4", "gemma4_unified", "glm_moe_dsa", "got_ocr2", "hy_v4", "llama4_text", "longcat_flash", "mllama",
-    "moss_transcribe_diarize", "phi4_multimodal", "phimoe",
-}  # fmt: skip
-"""Families with parts that cannot be trained on text."""
 SOME = {"gemma3", "fuyu", "mllama", "llama4_text", "falcon_h1"}
 """Families for the default run."""
 UNKNOWN = {"diffllama", "jetmoe"}
@@ -57,7 +50,6 @@ def test_the_dry_run_agrees_with_a_real_one(case: FamilyCase) -> None:
     """
     model = tiny_model(case)
     reach = text_reach(model)
-    assert bool(left_out(model, recipe(**EVERYTHING), reach)) == (case.model_type in NOT_ALL)
     for changes in ({}, {"train_norm_embed": True}, EVERYTHING):
         assert without_gradient(copy.deepcopy(model), recipe(**changes), reach) == []
     outputs: dict[str, Any] = {}
@@ -109,9 +101,7 @@ def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
         ):
             lora_config(tiny_model(name), recipe(lora_targets=[layer]))
     partly = recipe(lora_targets=["q_proj"])
-    mllama = tiny_model("mllama")
-    assert left_out(mllama, partly, text_reach(mllama)) == ["model.layers.*.cross_attn.q_proj"]
-    adapter = adapted(mllama, partly)
+    adapter = adapted(tiny_model("mllama"), partly)
     trained = {name for name, value in adapter.named_parameters() if value.requires_grad}
     assert trained
     assert all("self_attn.q_proj" in name for name in trained)
