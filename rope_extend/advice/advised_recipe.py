@@ -18,7 +18,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import LEAST_STEP, UTILISATION, Gpu
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import STEPS, Recipe
 from rope_extend.training.step_plan import TrainingPlan, plan
 from rope_extend.units import format_length
@@ -176,15 +175,10 @@ def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> flo
     except Exception as error:  # any error: a family may need values, which the meta device does not have
         logger.info("cannot count the operations of %s (%r)", recipe.model, error)
         return None
-    model = adapted(empty, recipe, memory.reach)
-    head = model.get_output_embeddings().weight
-    lora = sum(
-        value.numel()
-        for name, value in model.named_parameters()
-        if "lora_" in name and value.requires_grad and value.dim() == 2
-    )
     attention = forward.attention(recipe.length) / recipe.length
-    total = 2 * forward.linear + 2 * head.numel() * head.requires_grad + 6 * lora + 3 * attention
+    head = empty.get_output_embeddings().weight
+    trained_head = head.numel() * (recipe.train_norm_embed and head is empty.get_input_embeddings().weight)
+    total = (3 if recipe.full else 2) * forward.linear + 2 * trained_head + 6 * memory.lora + 3 * attention
     if memory.chosen.memory_options.gradient_checkpointing:
         total += forward.linear - 2 * head.numel() + attention
     return total

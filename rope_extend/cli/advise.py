@@ -66,10 +66,9 @@ def advise(arguments: argparse.Namespace) -> None:
     if file is not None:
         check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
-    with _no_kernels_of_4_bits():
-        with quick_imports():
-            from rope_extend.advice.answer import advise as run
-            from rope_extend.advice.describing import describe
+    with _no_kernels_of_4_bits(), quick_imports():
+        from rope_extend.advice.answer import advise as run
+        from rope_extend.advice.describing import describe
 
         advice = run(
             arguments.model, arguments.target_length, gpu=arguments.gpu, engine=arguments.engine,

@@ -100,7 +100,7 @@ def info(arguments: argparse.Namespace) -> None:
         from rope_extend.checkpoint.info import info as inspect_model
         from rope_extend.encodings import critical_range
 
-    model = inspect_model(arguments.model, trained_length=arguments.trained_length)
+        model = inspect_model(arguments.model, trained_length=arguments.trained_length)
     shape = model.shape
     if arguments.json:
         print(json.dumps({**asdict(model), "critical_pairs": critical_range(shape)}, indent=2))

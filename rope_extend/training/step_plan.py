@@ -29,7 +29,7 @@ from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.training.chunked_loss import chunked_loss
-from rope_extend.training.lora import TextReach, adapted, extended, lora_config, text_reach
+from rope_extend.training.lora import TextReach, extended, lora_config, text_reach
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tileable
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
@@ -61,7 +61,7 @@ class TrainingPlan:
             evaluate.
         longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
         sharding: the share of the run that each process has.
-        reach: which parts of the model text reaches, if that is known.
+        lora: number of weights in LoRA's matrices.
     """
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class TrainingPlan:
     evaluation: WindowEstimate | None = None
     longest_evaluation: int | None = None
     sharding: Sharding = ALONE
-    reach: TextReach | None = None
+    lora: int = 0
 
     @property
     def total(self) -> int:
@@ -249,18 +249,17 @@ def plan_training(
     else:
         budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
-    def estimate_steps() -> tuple[TrainingPlan, int]:
+    def estimate_steps() -> tuple[TrainingPlan, int, StepEstimator]:
         with ExitStack() as stack:
             estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
             plan = _plan_steps(estimator, candidates, budget)
-            return plan, estimator.gathered(gradients=False) if sharding.weights else 0
+            return plan, estimator.gathered(gradients=False) if sharding.weights else 0, estimator
 
     estimated = try_estimate(estimate_steps, empty, "a step")
     if estimated is None or not evaluation_lengths:
         return estimated and estimated[0]
-    fresh = load_options.empty(recipe.model)
-    estimate_evaluation = partial(_with_evaluation, *estimated, fresh, max(evaluation_lengths))
-    return try_estimate(estimate_evaluation, fresh, "an evaluation") or estimated[0]
+    estimate_evaluation = partial(_with_evaluation, *estimated, max(evaluation_lengths))
+    return try_estimate(estimate_evaluation, empty, "an evaluation") or estimated[0]
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -351,28 +350,28 @@ def _plan_steps(
     if not (chosen.quantized or recipe.full or estimator.sharding.weights or gguf_file(recipe.model)):
         weights = steps[-1].weights - estimator.quantized_savings
         steps.append(replace(steps[-1], quantized=True, weights=weights))
+    named = estimator.model.named_parameters()
     return TrainingPlan(
         recipe, tuple(steps), chosen, budget, longest_block, sharding=estimator.sharding,
-        reach=estimator.reach,
+        lora=sum(value.numel() for name, value in named if "lora_" in name and value.dim() == 2),
     )  # fmt: skip
 
 
-def _with_evaluation(plan: TrainingPlan, gathered: int, empty: Any, tokens: int) -> TrainingPlan:
+def _with_evaluation(plan: TrainingPlan, gathered: int, run: StepEstimator, tokens: int) -> TrainingPlan:
     """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments.
 
     `gathered` is what FSDP2 adds to the weights.
     """
-    step, recipe, dtype = plan.chosen, plan.recipe, empty.dtype
+    step, recipe, empty, model = plan.chosen, plan.recipe, run.base, run.model.eval()
     with quiet_patching(), extended(empty, recipe):  # what the encoding learns is counted as trained
         learned = sum(value.nbytes for value in learned_parameters(empty).values())
-    model = adapted(empty, recipe, plan.reach).eval()
 
     @contextmanager
     def as_trained() -> Iterator[None]:
         with (
             quiet_patching(),
             extended(empty, recipe),
-            casting_as_autocast(model, dtype),
+            casting_as_autocast(model, run.dtype),
             apply_memory_options(empty, step.memory_options),
             planned_split(empty, recipe.split_window),
         ):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from known_models import a_plan, write_config
+from torch import nn
 
 from rope_extend.advice import advised_recipe, answer
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import _time
 from rope_extend.memory.gpus import LEAST_STEP, find_gpu
+from rope_extend.models.loading import empty_model
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_plan import plan
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,17 @@ def test_books_are_evaluated_at_windows_that_they_reach(
     assert {name: getattr(recipe, name) for name in advice.recipe} == dict(advice.recipe)
     own = advise(model, target, data="path/to/texts")
     assert not any("PG-19" in note for note in own.notes)
+
+
+def test_operations_of_all_weights_are_two_for_each_weight_more(work: Path) -> None:
+    """A trained weight takes 6 operations for each token, and a frozen one 4."""
+    model = empty_model(str(work / "model"))
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
+    fields = {"model": str(work / "model"), "data": "d", "output_dir": "o", "target_length": 64}
+    counts = []
+    for more in ({}, {"lora_targets": "none"}):
+        recipe = Recipe.from_dict({**fields, **more, "gradient_checkpointing": False})
+        planned = plan(recipe, limit_memory=10**9)
+        counts.append(advised_recipe.operations_per_token(recipe.to_dict(), planned) - 6 * planned.lora)
+    assert planned.lora == 0
+    assert counts[1] - counts[0] == 2 * linear
