@@ -148,9 +148,12 @@ def _sentence(
         first = "No row can be judged: all are controls, or the control with a cropped context is missing."
     elif undecided:
         best, train = undecided[0], not (trained or undecided[0].gain.met)
-        criteria = (best.gain, best.found, best.cost)
-        why = best.alone or "; ".join(dict.fromkeys(each.open for each in criteria if each.open))
-        return f"Not decided on {best.label}: {why}.{' Or train.' * train}", train
+        if best.alone:
+            return f"Not decided on {best.label}: {best.alone}.", train
+        open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
+        first, *others = (f"{reason[0].upper()}{reason[1:]}" for reason in open_)
+        reasons = [f"{first}, or train" if train else first, *others]
+        return " ".join([f"Not decided on {best.label}.", *(f"{each}." for each in reasons)]), train
     elif trained:
         first = f"No row meets all three criteria at {target}, with or without training."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""

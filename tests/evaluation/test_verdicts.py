@@ -182,7 +182,7 @@ def test_the_criteria(rows: list[EvaluationRow], criteria: list[Criterion], succ
     (found,) = decide(rows).verdicts
     assert [(each.words, each.met) for each in found[1:4]] == criteria
     said = decide(rows).section.lead
-    assert success is not None or bool(found.alone) or all(each.open in said for each in found[1:4])
+    assert success is not None or bool(found.alone) or all(each.open[1:] in said for each in found[1:4])
     assert found.success is success
     marks = {True: "✓", False: "✗", None: "?"}
     cells = [f"{marks[met]} {words}" for words, met in criteria]
@@ -248,13 +248,13 @@ ALONE = (
          "Use ntk, which meets all three criteria at 64. So does yarn."),
         ([judged("yarn", 0.9, 0.0)], [], ONE),
         ([judged("yarn", 1.1, 1.0)], [], ONE),
-        ([judged("yarn", 0.9)], [], f"Not decided on yarn: retrieval is {OPEN}."),
+        ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {OPEN}."),
         # A row that failed is not called undecided; of the open ones, the nearest is named.
         ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99), judged("rerope", 0.95)], [],
-         f"Not decided on rerope: retrieval is {OPEN}."),
+         f"Not decided on rerope. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
-        ([noisy(0.99)], [], "Not decided on noisy: over 5 documents, the difference beyond the old window "
-         "may be chance: measure more (--documents). Or train."),
+        ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the difference beyond the old window "
+         "may be chance: measure more (--documents), or train."),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
          f"{NONE} The nearest is yarn."),
