@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = rx.load_tokenizer(args.model)
     extend(rx.load_any(args.model, empty=True), args)  # finds mistakes at once
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
-    given = {**vars(args), "text": fingerprint(documents), "output": None, "resume": None}
+    given = {**vars(args), "text": fingerprint(documents), "output": None, "resume": None, "steps": None}
     if resumes and written.exists() and (changed := differences(json.loads(written.read_text()), given)):
         parser.error(f"{args.output} has a run with other settings: {changed}; restore them, or give another "
                      "--output")  # fmt: skip

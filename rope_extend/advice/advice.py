@@ -33,8 +33,8 @@ CRITERIA = (
     "many tokens within that window",
     f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
     "length",
-    f"perplexity within the present window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
-    f"{MOST_COST})",
+    f"perplexity within the present window is at most {100 * (MOST_COST - 1):.0f} % above that of the model "
+    "as it is, and of the trained control",
 )
 """What an extension must reach before it can be called a success."""
 
@@ -90,7 +90,8 @@ class Advice:
     engines: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        how = f" with {self.method}" if self.method else ""
+        method = self.untrained_method or self.method
+        how = f" with {method}" if method else ""
         lengths = f"{format_length(self.window.tokens)} to {format_length(self.target_length)}"
         return f"Advice({self.model}, {lengths}: {self.verdict}{how})"
 

@@ -275,8 +275,8 @@ def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) 
         yield "The run's evaluations do not fit next to the training. Evaluate after it."
     if fields["data"] == BOOKS:
         yield (
-            "The recipe trains on PG-19, books that it downloads from the hub. Without a network, or for "
-            "other texts, give long documents of your own with data=."
+            "The recipe trains on PG-19, books that it downloads from the hub, and evaluates on others of "
+            "them. Without a network, or for other texts, ask again with long documents of your own, data=."
         )
     if fields["data"] == BOOKS and question.target > LONGEST_BOOKS:
         yield (

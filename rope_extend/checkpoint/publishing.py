@@ -121,10 +121,12 @@ def warn_of_local_paths(directory: Path) -> None:
     found = private_fields(directory, bundled=False)
     if found:
         listed = ", ".join(f"{name} ({', '.join(fields)})" for name, fields in found.items())
-        hint = ". recipe.yaml is not needed to load it" if "recipe.yaml" in found else ""
+        hint = ", and leave recipe.yaml out, which is not needed to load it" if "recipe.yaml" in found else ""
+        base = [*found] != ["recipe.yaml"]
         logger.warning(
-            "%s holds local paths: %s. Before you publish it, write the hub id of the base model instead%s",
-            directory, listed, hint,
+            "%s holds local paths: %s. Before you publish it, %s%s", directory, listed,
+            "write the hub id of the base model instead" if base else hint.removeprefix(", and "),
+            hint if base else "",
         )  # fmt: skip
 
 

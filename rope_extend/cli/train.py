@@ -100,6 +100,7 @@ def finetune(arguments: argparse.Namespace) -> None:
         )
     recipe = recipe_of(arguments, _PlannedRecipe if arguments.plan else _RunRecipe)
 
+    from rope_extend.models.processes import is_main_process
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.step_plan import plan
 
@@ -118,6 +119,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     result = run(
         recipe, resume=arguments.resume, overwrite=arguments.overwrite, limit_memory=arguments.limit_memory
     )
+    if not is_main_process():
+        return
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
@@ -127,6 +130,7 @@ def finetune(arguments: argparse.Namespace) -> None:
 def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     """The commands that follow a run: the training of its control, and a report on both."""
     from rope_extend.data.blocks import control_flags  # imports torch
+    from rope_extend.models import processes
 
     output, control = quote(run), quote(f"{run}-control")
     data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
@@ -140,7 +144,9 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     what = f"--target-length {target} --lengths {window},{target} {data}"
     if not (flags := control_flags(recipe.to_dict(), window)):
         return f"evaluate it: {report} {what}"
-    train = f"rope-extend finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    several = processes.process_count()  # each has sequences of its own, so the control needs as many
+    launch = f"torchrun --nproc-per-node {several} -m rope_extend" if several > 1 else "rope-extend"
+    train = f"{launch} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
     both = "next: train its control, and compare both on other documents"
     return f"{both}\n  {train}\n  {report} {control} {what}"
 

@@ -136,7 +136,7 @@ class Measurement:
         connected = processes(self.candidates.load_options.torch_device)
         # The other processes use the tokens that the main process has cached.
         with connected.main_process_first() if connected else nullcontext():
-            return load_documents(
+            documents = load_documents(
                 config.data,
                 self.tokenizer,
                 text_column=config.text_column,
@@ -146,6 +146,10 @@ class Measurement:
                 max_tokens=cut,
                 distinct=config.documents,
             )
+        if config.documents and config.max_documents and len(documents) < config.max_documents:
+            found = counted(len(documents), "document")
+            logger.info("the data has %s with %s tokens or more; all are measured", found, f"{least:,}")
+        return documents
 
     def _write_prompts(self, progress: bool) -> None:
         """The prompts in batches of one task and length, the first trial of all depths first."""

@@ -102,7 +102,7 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
         "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
         "Otherwise ?, as it may be chance.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
-        f"{MOST_COST - 1:.0%} more than plain RoPE.",
+        f"{MOST_COST - 1:.0%} more than plain RoPE, and than a trained control.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
@@ -113,7 +113,7 @@ def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> lis
     return [
         Verdict(
             gain.second.label, _gain(gain), _found(gain.second, gain.longest.length, rows),
-            _cost(costs.get(id(gain.second))), gain.second.label not in unfinished, _alone(gain),
+            _cost(costs.get(id(gain.second)), gain), gain.second.label not in unfinished, _alone(gain),
         )
         for gain in against_cropped(rows)
         if not _is_control(gain.second)
@@ -204,7 +204,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
         f"cropped context: {words}"
     )
-    if (within := result.ppl[control.window or 0] / control.ppl[control.window or 0]) > MOST_COST:
+    if (within := _within(result, control)) is not None and within > MOST_COST:
         said += f"; within {window} it is {_change(within)}"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
@@ -256,7 +256,8 @@ def _gain(comparison: Comparison) -> Criterion:
     words = f"{number(change.before * change.ratio)} instead of {number(change.before)}, "
     words += f"{_percent(change.ratio)} %"
     documents = counted(change.documents, "document")
-    more = f"over {documents}, the difference beyond the old window may be chance: measure more (--documents)"
+    more = f"over {documents}, the difference beyond the old window may be chance"
+    more += ": measure more texts (--resume --documents N)"
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     words += f" ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
@@ -306,8 +307,11 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
     return Criterion(words, False if False in met else None if None in met else True, why)
 
 
-def _cost(regression: Comparison | None) -> Criterion:
-    """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
+def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
+    """The perplexity within the trained window compared with plain RoPE, and whether it is small enough.
+
+    A trained row is compared with its trained control too: training lowers the perplexity of both.
+    """
     if regression is None or not regression.differences:
         return Criterion("not measured", None, "perplexity within the old window is not measured (--lengths)")
     change, plain = regression.longest, regression.first
@@ -318,7 +322,18 @@ def _cost(regression: Comparison | None) -> Criterion:
     words = f"{_percent(change.ratio)} %"
     if plain.of_same_weights:
         return Criterion(f"{words}, compared with {plain.label}", None, "the base model is not measured")
-    return Criterion(words, change.ratio <= MOST_COST)
+    control, most = gain.first.result, change.ratio
+    if gain.first.adapter is not None and (ratio := _within(gain.second.result, control)) is not None:
+        words, most = f"{_percent(ratio)} %, compared with the trained control", max(most, ratio)
+        words += f" ({_percent(change.ratio)} % with plain RoPE before)"
+    return Criterion(words, most <= MOST_COST)
+
+
+def _within(result: PerplexityResult, control: PerplexityResult) -> float | None:
+    """The perplexity within the window of a control, divided by that of the control; None if unknown."""
+    levels = (each.ppl.get(control.window or 0, math.nan) for each in (result, control))
+    ratio = next(levels) / next(levels)
+    return ratio if math.isfinite(ratio) else None
 
 
 def _percent(ratio: float) -> str:

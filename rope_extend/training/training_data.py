@@ -180,10 +180,13 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         blocks = Mixture([cut(texts, recipe.length)], seed=recipe.seed)
     held_out: list[Document] = []
     if recipe.eval_data is not None:
-        held_out = documents(
-            recipe.eval_data, split=recipe.eval_split, max_documents=recipe.eval_documents,
-            min_tokens=max(lengths),
-        )  # fmt: skip
+        try:
+            held_out = documents(
+                recipe.eval_data, split=recipe.eval_split, max_documents=recipe.eval_documents,
+                min_tokens=max(lengths),
+            )  # fmt: skip
+        except RopeExtendError as error:
+            raise RopeExtendError(f"{error} (eval_data; eval_data=PATH names other documents)") from error
     longest = max(lengths, default=0)
     scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
     return RunData(blocks, fingerprint(texts), held_out, lengths, in_common(scored, texts))

@@ -165,7 +165,7 @@ def test_hours_follow_from_the_operations_of_the_model(llama3: Advice) -> None:
 def test_advice_in_words_and_in_json(llama3: Advice) -> None:
     text = describe(llama3, "my recipe.yaml")
     assert "rope-extend finetune 'my recipe.yaml' --plan" in text
-    for part in ("8k tokens", "verdict", "H100", "at least 90 %", "1.02"):
+    for part in ("8k tokens", "verdict", "H100", "at least 90 %", "at most 2 %"):
         assert part in text
     assert json.loads(json.dumps(llama3.to_dict()))["recipe"]["target_length"] == 32_768
     for command in llama3.commands:

@@ -56,7 +56,7 @@ def test_books_are_evaluated_at_windows_that_they_reach(
     advice = advise(model, target)
     assert advice.recipe.get("eval_lengths") == reached
     assert any("Give longer documents" in note for note in advice.notes) == (reached is not None)
-    assert any("downloads from the hub. Without a network" in note for note in advice.notes)
+    assert any("downloads from the hub, and evaluates" in note for note in advice.notes)
     (tmp_path / "recipe.yaml").write_text(advice.recipe_yaml())
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
     assert {name: getattr(recipe, name) for name in advice.recipe} == dict(advice.recipe)

@@ -137,7 +137,7 @@ def test_a_run_says_which_of_its_fields_hold_a_local_path(
     }
     found["recipe.yaml"].add("output_dir")
     assert said(caplog.text) == found
-    assert "recipe.yaml is not needed" in caplog.text
+    assert "leave recipe.yaml out, which is not needed" in caplog.text
 
 
 def test_the_bundled_model_is_no_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -179,7 +179,7 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     control = Path(f"{run}-control")
     assert rx.info(control).encoding == "none"
     other = scripts.fail(*training[1:], "--resume", "--steps", 9, "--learning-rate", 1e-3)
-    assert "other settings: steps (4 there, 9 here), learning_rate (0.0002 there, 0.001 here); res" in other
+    assert "other settings: learning_rate (0.0002 there, 0.001 here); res" in other  # more steps are allowed
     tokens = [read_state(checkpoints(each)[-1]).tokens for each in (run, control)]
     assert tokens == [2 * 4 * 48] * 2
     compared = scripts.run(*evaluation[1:])
