@@ -17,6 +17,8 @@ from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.locating import check_checkpoint
+from rope_extend.models.processes import is_main_process
+from rope_extend.models.processes import process_count as launched
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.training.recipe import Recipe
 
@@ -118,6 +120,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     result = run(
         recipe, resume=arguments.resume, overwrite=arguments.overwrite, limit_memory=arguments.limit_memory
     )
+    if not is_main_process():
+        return
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
@@ -130,9 +134,12 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
 
     output, control = quote(run), quote(f"{run}-control")
     data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
-    if recipe.full or recipe.start == CURRENT:  # whose control `report` does not have
-        model = "" if recipe.full else f"{quote(recipe.model)} "
-        return f"evaluate it: rope-extend evaluate {model}{output} {data}"
+    if recipe.full:  # with a record of its window
+        return f"evaluate it: rope-extend evaluate {output} {data}"
+    if recipe.trained_length is not None:  # otherwise the adapters are of another model
+        data = f"--trained-length {recipe.trained_length} {data}"
+    if recipe.start == CURRENT:  # whose control `report` does not have
+        return f"evaluate it: rope-extend evaluate {quote(recipe.model)} {output} {data}"
     window, target = patch.shape.trained_length, patch.target_length
     if target <= window:
         return "a control: give it to `rope-extend report`, with the adapter of the same training"
@@ -140,7 +147,10 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     what = f"--target-length {target} --lengths {window},{target} {data}"
     if not (flags := control_flags(recipe.to_dict(), window)):
         return f"evaluate it: {report} {what}"
-    train = f"rope-extend finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    launch = "rope-extend"
+    if (count := launched()) > 1:  # fewer would train the control on fewer tokens
+        launch = f"torchrun --nproc-per-node {count} -m rope_extend"
+    train = f"{launch} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
     both = "next: train its control, and compare both on other documents"
     return f"{both}\n  {train}\n  {report} {control} {what}"
 
