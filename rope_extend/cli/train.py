@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,12 +148,20 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     what = f"--target-length {target} --lengths {window},{target} {data}"
     if not (flags := control_flags(recipe.to_dict(), window)):
         return f"evaluate it: {report} {what}"
-    launch = "rope-extend"
-    if (count := launched()) > 1:  # fewer would train the control on fewer tokens
-        launch = f"torchrun --nproc-per-node {count} -m rope_extend"
-    train = f"{launch} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    train = f"{_launcher()} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
     both = "next: train its control, and compare both on other documents"
     return f"{both}\n  {train}\n  {report} {control} {what}"
+
+
+def _launcher() -> str:
+    """What starts as many processes as this run has: fewer would train on fewer tokens."""
+    if (count := launched()) == 1:
+        return "rope-extend"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which `accelerate launch` sets
+        return "accelerate launch --config_file path/to/the/same.yaml -m rope_extend"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    machines = f" --nnodes {count // local}" if local < count else ""
+    return f"torchrun{machines} --nproc-per-node {local} -m rope_extend"
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

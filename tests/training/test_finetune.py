@@ -299,17 +299,33 @@ def test_drope_recalibrates_at_the_trained_length_and_scales_beyond(recipe: Reci
         assert (far - model(ids).logits).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, "rope-extend"),
+        ({"WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m rope_extend"),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun --nnodes 2 --nproc-per-node 8 -m rope_extend",
+        ),
+        (
+            {"WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch --config_file path/to/the/same.yaml -m rope_extend",
+        ),
+    ],
+)
 def test_the_next_commands_are_of_the_same_run(
-    processes: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], launch: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its stated window, or the adapters are refused, and in as many processes, for as many tokens."""
     recipe = replace(recipe, trained_length=16)
     with extended(tiny_llama(), recipe) as patch:
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
         train, compare = _next(recipe, "run", patch).splitlines()[1:]
         again = _next(replace(recipe, start="current"), "run", patch)
-    launch = "torchrun --nproc-per-node 2 -m rope_extend" if processes == 2 else "rope-extend"
     assert train.startswith(f"  {launch} finetune run/recipe.yaml --method none --target-length 16 ")
     for cls, command in ((StudyConfig, compare), (ModelConfig, again)):
         words = shlex.split(command.partition("rope-extend ")[2])
