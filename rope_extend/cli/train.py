@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT
 from rope_extend.models.locating import check_checkpoint
+from rope_extend.models.processes import is_main_process
+from rope_extend.models.processes import process_count as launched
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.training.recipe import Recipe
 
@@ -100,7 +103,6 @@ def finetune(arguments: argparse.Namespace) -> None:
         )
     recipe = recipe_of(arguments, _PlannedRecipe if arguments.plan else _RunRecipe)
 
-    from rope_extend.models.processes import is_main_process
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.step_plan import plan
 
@@ -130,13 +132,15 @@ def finetune(arguments: argparse.Namespace) -> None:
 def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     """The commands that follow a run: the training of its control, and a report on both."""
     from rope_extend.data.blocks import control_flags  # imports torch
-    from rope_extend.models import processes
 
     output, control = quote(run), quote(f"{run}-control")
     data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
-    if recipe.full or recipe.start == CURRENT:  # whose control `report` does not have
-        model = "" if recipe.full else f"{quote(recipe.model)} "
-        return f"evaluate it: rope-extend evaluate {model}{output} {data}"
+    if recipe.full:  # with a record of its window
+        return f"evaluate it: rope-extend evaluate {output} {data}"
+    if recipe.trained_length is not None:  # otherwise the adapters are of another model
+        data = f"--trained-length {recipe.trained_length} {data}"
+    if recipe.start == CURRENT:  # whose control `report` does not have
+        return f"evaluate it: rope-extend evaluate {quote(recipe.model)} {output} {data}"
     window, target = patch.shape.trained_length, patch.target_length
     if target <= window:
         return "a control: give it to `rope-extend report`, with the adapter of the same training"
@@ -144,11 +148,20 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     what = f"--target-length {target} --lengths {window},{target} {data}"
     if not (flags := control_flags(recipe.to_dict(), window)):
         return f"evaluate it: {report} {what}"
-    several = processes.process_count()  # each has sequences of its own, so the control needs as many
-    launch = f"torchrun --nproc-per-node {several} -m rope_extend" if several > 1 else "rope-extend"
-    train = f"{launch} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    train = f"{_launcher()} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
     both = "next: train its control, and compare both on other documents"
     return f"{both}\n  {train}\n  {report} {control} {what}"
+
+
+def _launcher() -> str:
+    """What starts as many processes as this run has: fewer would train on fewer tokens."""
+    if (count := launched()) == 1:
+        return "rope-extend"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # which `accelerate launch` sets
+        return "accelerate launch --config_file path/to/the/same.yaml -m rope_extend"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    machines = f" --nnodes {count // local}" if local < count else ""
+    return f"torchrun{machines} --nproc-per-node {local} -m rope_extend"
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

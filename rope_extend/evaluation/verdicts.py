@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, differences, regressions
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
+from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, Difference, ppl
 from rope_extend.report.tables import Section, number, signed
 from rope_extend.units import counted, format_length
 
@@ -139,7 +139,7 @@ def _sentence(
         return f"No {those} has a finite perplexity at {target}: check the weights, and the dtype.", False
     whole, more = [each for each in ranked if each.whole], ""
     undecided, train = [each for each in whole if each.success is None], False
-    trained = any(row.adapter and not _is_control(row) for row in rows)
+    trained = any((row.adapter and not _is_control(row)) or row.of_same_weights for row in rows)
     if unfinished:
         first = f"Not decided yet: not wholly measured are {', '.join(unfinished)}."
     elif not ppl:
@@ -218,7 +218,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
 def _alone(comparison: Comparison) -> str:
     """How much of a gain may be that of the training alone, and what shows it; empty if nothing may.
 
-    That is so if the control is not trained, or if the row gains as much within the old window, where its
+    That is so if the control is not trained, or if the row may gain as much within the old window, where its
     longer context is of no use: then their training differs.
     """
     control, change, row = comparison.first.result, comparison.longest, comparison.second
@@ -227,7 +227,7 @@ def _alone(comparison: Comparison) -> str:
         return ""
     same = row.result.same_targets(control)
     within = next(iter(differences(control, row.result, [window]) if same else []), None)
-    as_much = within and within.clear and within.nats < 0 and not (change.high or 0) < within.nats
+    as_much = within and within.nats < 0 and not _below(change, within)
     if not (untrained or as_much):
         return ""
     old, new = format_length(window), format_length(change.length)
@@ -240,6 +240,13 @@ def _alone(comparison: Comparison) -> str:
         f"{but} within {old} it is {_change(ratio)}{so} this may be the training alone. Train a control in "
         f"the same way: plain RoPE, on as many tokens within {old}"
     )
+
+
+def _below(change: Difference, other: Difference) -> bool:
+    """Whether a difference is below another on other targets, by the 95 % interval of their difference."""
+    if change.high is None or other.high is None:
+        return True  # without an interval, nothing is claimed
+    return change.nats + math.hypot(change.high - change.nats, other.high - other.nats) < other.nats
 
 
 def _change(ratio: float) -> str:

@@ -324,7 +324,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
 
     def _write_metrics(self) -> None:
         """Write the history of the run, which its checkpoints have too, so a resumed run repeats no line."""
-        lines = [{name: line[name] for name in line if name != "epoch"} for line in self.state.log_history]
+        history = self.state.log_history  # a checkpoint has the names of a line in this order
+        lines = [{name: line[name] for name in sorted(line) if name != "epoch"} for line in history]
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         if self.is_world_process_zero():
             with one_error("cannot write the metrics", "Make room, then resume from the last checkpoint"):
@@ -408,6 +409,8 @@ class _StepCallback(TrainerCallback):  # type: ignore[misc]
         state.compute_steps(args, state.max_steps)
         self.received = self.agreed = 0
         run, step = self.trainer.run, state.global_step
+        if step:  # without the lines after the checkpoint
+            self.trainer._write_metrics()
         if run is not None and run.data.held_out:  # before the first step, or if no step will evaluate
             missing = len(self.trainer.perplexity_after(step)) < len(run.data.lengths)
             args.eval_on_start = step == 0 or (step == state.max_steps and missing)

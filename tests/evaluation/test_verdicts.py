@@ -358,3 +358,31 @@ def test_settings() -> None:
     ):
         with pytest.raises(RopeExtendError, match=message):
             StudyConfig(model="m", **wrong)
+
+
+def test_rows_that_gain_as_much_within_the_old_window_are_no_success() -> None:
+    """Both were trained, and one a little more: at most 3 of 100 claims may be wrong, as the report says."""
+    rng, scored = np.random.default_rng(0), np.arange(64) > 0
+    control, trained = cropped(1.0, "b"), judged("run", 0.9, 1.0, "a")
+
+    def successes(within: float, beyond: float, documents: int) -> int:
+        count = 0
+        for _ in range(200):
+            easier = (
+                np.where(np.arange(64) < TRAINED, within, beyond)
+                + rng.normal(0, 0.01, (documents, 2))[:, (np.arange(64) >= TRAINED).astype(int)]
+            )
+            rows = [
+                replace(row, result=replace(
+                    row.result, documents=documents, block_nll=values * scored,
+                    block_terms=np.tile(scored, (documents, 1)).astype(np.int64),
+                    document_nll={n: (values * scored)[:, :n].sum(1).tolist() for n in (32, 64)},
+                    document_terms={n: [n - 1] * documents for n in (32, 64)}))
+                for row, values in ((control, np.ones((documents, 64))), (trained, 1 + easier))
+            ]  # fmt: skip
+            count += decide(rows).verdicts[0].gain.met is True
+        return count
+
+    assert successes(-0.02, -0.02, 16) <= 6
+    assert successes(-0.01, -0.01, 5) <= 6
+    assert successes(-0.002, -0.01, 64) > 150  # a gain that is there is found

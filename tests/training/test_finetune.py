@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,9 +24,13 @@ import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
+from rope_extend.cli.main import parse
+from rope_extend.cli.measure import model_config
+from rope_extend.cli.train import _next
+from rope_extend.evaluation.evaluation_config import ModelConfig, StudyConfig
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.lora import lora_config
+from rope_extend.training.lora import extended, lora_config
 from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_data
 
@@ -292,3 +297,36 @@ def test_drope_recalibrates_at_the_trained_length_and_scales_beyond(recipe: Reci
     with rx.patch_model(model, plain), torch.no_grad():
         assert_same_but_rounding(ours, model(short).logits)
         assert (far - model(ids).logits).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, "rope-extend"),
+        ({"WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m rope_extend"),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun --nnodes 2 --nproc-per-node 8 -m rope_extend",
+        ),
+        (
+            {"WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch --config_file path/to/the/same.yaml -m rope_extend",
+        ),
+    ],
+)
+def test_the_next_commands_are_of_the_same_run(
+    environment: dict[str, str], launch: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its stated window, or the adapters are refused, and in as many processes, for as many tokens."""
+    recipe = replace(recipe, trained_length=16)
+    with extended(tiny_llama(), recipe) as patch:
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        train, compare = _next(recipe, "run", patch).splitlines()[1:]
+        again = _next(replace(recipe, start="current"), "run", patch)
+    assert train.startswith(f"  {launch} finetune run/recipe.yaml --method none --target-length 16 ")
+    for cls, command in ((StudyConfig, compare), (ModelConfig, again)):
+        words = shlex.split(command.partition("rope-extend ")[2])
+        assert model_config(cls, parse(words)).trained_length == 16

@@ -50,6 +50,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
+def test_the_metrics_end_with_the_run(recipe: Recipe) -> None:
+    """Lines of later steps, which were lost with their checkpoint, are of no weights that are there."""
+    recipe = replace(recipe, save_every=2)
+    directory = finetune(recipe).output_dir
+    written = metrics(directory)
+    shutil.rmtree(directory / "checkpoints" / "checkpoint-4")
+    assert finetune(replace(recipe, steps=2), resume=True).steps == 2
+    assert metrics(directory) == written[:2]
+
+
 def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
     recipe = replace(recipe, trackers=("tensorboard", "recorder"), eval_data=str(work / "data"), eval_every=2)
     finetune(recipe)
