@@ -236,9 +236,8 @@ def check_continues(before: RunState, now: RunState) -> None:
     Raises:
         RopeExtendError: names all that differs, with both values.
     """
-    names = {*now.identity}
-    if before.identity.get(VERSION) != now.identity.get(VERSION):
-        names -= {VERSION, "config"}
+    updated = before.identity.get(VERSION) != now.identity.get(VERSION)
+    names = [name for name in now.identity if not (updated and name in (VERSION, "config"))]
 
     def compared(state: RunState) -> Identity:
         values = {name: value for name, value in state.recipe.items() if name not in MAY_CHANGE}
