@@ -149,6 +149,8 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     if not (flags := control_flags(recipe.to_dict(), window)):
         return f"evaluate it: {report} {what}"
     train = f"{_launcher()} finetune {quote(f'{run}/recipe.yaml')} {flags} --output {control}"
+    train += " --resume" * Path(f"{run}-control").exists()  # of a run that was trained for longer
+    what += " --resume" * Path(f"{run}-report").exists()
     both = "next: train its control, and compare both on other documents"
     return f"{both}\n  {train}\n  {report} {control} {what}"
 

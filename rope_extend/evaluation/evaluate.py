@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -164,8 +165,11 @@ def _lead(
         text = shlex.join([*command, "--output", "recipe.yaml"])
         heading = "Next: train. This estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
+    parts += _training_notes(config, measured.rows)
     undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
-    for row in (row for row in measured.rows if row.label in undecided):
+    for row in (
+        row for row in measured.rows if row.label in undecided and not _trained_control(row, measured.rows)
+    ):
         train = _control_command(row, shown)
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
         heading += ". In place of ..., what its training had" if "..." in train else ""
@@ -173,6 +177,44 @@ def _lead(
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
     return parts
+
+
+def _trained_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str | None:
+    """The adapter of the control of a row, if that was trained."""
+    control = row.control_in(rows)
+    return None if control is None else control.adapter
+
+
+def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[Part]:
+    """What of the training of adapters makes a comparison unfair, as far as their files say."""
+    notes = list[str]()
+    for row in (row for row in rows if row.adapter and not row.cropped):
+        texts, tokens = _training_of(row.adapter or "")
+        if texts is not None and texts == _resolved(config.data):
+            notes.append(f"{row.label} was trained on these texts: measure others, which it has not seen.")
+        control = _trained_control(row, rows)
+        other = _training_of(control)[1] if control and control != row.adapter else None
+        if tokens and other and abs(tokens / other - 1) > 0.02:
+            notes.append(
+                f"{row.label} was trained on {tokens:,} tokens, and its control on {other:,}: train the "
+                "shorter longer (--resume --steps N)."
+            )
+    return [Section("Training that differs", notes=notes)] if notes else []
+
+
+def _training_of(adapter: str) -> tuple[list[str] | None, int | None]:
+    """The texts and the number of tokens that a run was trained on, as far as its files say."""
+    texts, tokens = None, None
+    with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        texts = _resolved(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))["data"])
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        lines = (Path(adapter) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        tokens = max(json.loads(line).get("tokens", 0) for line in lines)
+    return texts, tokens
+
+
+def _resolved(data: Any) -> list[str]:
+    return [str(Path(each).absolute()) for each in ([data] if isinstance(data, str) else data or ())]
 
 
 def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:

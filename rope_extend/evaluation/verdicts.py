@@ -102,7 +102,8 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
         "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
         "Otherwise ?, as it may be chance.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
-        f"{MOST_COST - 1:.0%} more than plain RoPE, and than a trained control.",
+        f"{MOST_COST - 1:.0%} more than plain RoPE, and than a trained control; ✗ if all of the 95 % "
+        "interval is above that.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
@@ -155,13 +156,17 @@ def _sentence(
         reasons = [f"{first}, or train" if train else first, *others]
         return " ".join([f"Not decided on {best.label}.", *(f"{each}." for each in reasons)]), train
     elif trained:
-        first = f"No row meets all three criteria at {target}, with or without training."
+        untrained = any(row.is_extended and not row.adapter for row in rows)
+        first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
-        more = f" Train for more steps (--resume --steps N) if perplexity still fell at the end{missed}."
+        more = " Train for more steps (--resume --steps N), the control too, if the loss still fell at the "
+        more += f"end{missed}."
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
     nearest = f" The nearest is {whole[0].label}." if len(whole) > 1 or (whole and unfinished) else ""
+    shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
+    more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
     return first + nearest + more, train
 
 
@@ -232,13 +237,15 @@ def _alone(comparison: Comparison) -> str:
         return ""
     old, new = format_length(window), format_length(change.length)
     ratio = within.ratio if within else math.nan
+    remedy = f"Train a control: plain RoPE, on as many tokens within {old}"
+    if not untrained:
+        remedy = "Train the control in the same way, on as many tokens (--resume --steps N)"
     chance = "" if change.clear else "which may be chance, "
     but, so = ("but", " too, so") if ratio < 1 else ("and", ", and a part of")
     return (
         f"from {old} to {new}, perplexity of {counted(change.documents, 'document')} is "
         f"{_change(change.ratio)} than {'before training' if untrained else 'that of the control'}, {chance}"
-        f"{but} within {old} it is {_change(ratio)}{so} this may be the training alone. Train a control in "
-        f"the same way: plain RoPE, on as many tokens within {old}"
+        f"{but} within {old} it is {_change(ratio)}{so} this may be the training alone. {remedy}"
     )
 
 
@@ -326,14 +333,26 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
         return Criterion(words := f"{plain.label} has no finite perplexity", None, words)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
-    words = f"{_percent(change.ratio)} %"
     if plain.of_same_weights:
-        return Criterion(f"{words}, compared with {plain.label}", None, "the base model is not measured")
-    control, most = gain.first.result, change.ratio
-    if gain.first.adapter is not None and (ratio := _within(gain.second.result, control)) is not None:
-        words, most = f"{_percent(ratio)} %, compared with the trained control", max(most, ratio)
-        words += f" ({_percent(change.ratio)} % with plain RoPE before)"
-    return Criterion(words, most <= MOST_COST)
+        words = f"{_with_interval(change)}, compared with {plain.label}"
+        return Criterion(words, None, "the base model is not measured")
+    control, most, words = gain.first, change, _with_interval(change)
+    if control.adapter is not None and gain.second.result.same_targets(control.result):
+        window = control.result.window or 0
+        for most in differences(control.result, gain.second.result, [window]):
+            words = f"{_with_interval(most)}, compared with the trained control"
+        most = max(most, change, key=lambda each: each.ratio)
+    if most.ratio > MOST_COST and most.low is not None and ppl(most.low) <= MOST_COST:
+        documents = counted(most.documents, "document")
+        return Criterion(words, None, f"over {documents}, the cost within the old window may be chance, too")
+    return Criterion(words, most.ratio <= MOST_COST)
+
+
+def _with_interval(change: Difference) -> str:
+    """A difference in percent, with its 95 % interval if there is one."""
+    if change.low is None or change.high is None:
+        return f"{_percent(change.ratio)} %"
+    return f"{_percent(change.ratio)} % ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
 
 
 def _within(result: PerplexityResult, control: PerplexityResult) -> float | None:

@@ -128,7 +128,17 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     assert code.text == f"rope-extend finetune {model} {words}"
     assert code.heading.endswith("In place of ..., what its training had")
     rows.append(cropped(1.0, "my run-control"))
+    rows[2] = tuned
     assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
+    with Path("my run-control/metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2, "tokens": 384}\n')
+    seen = replace(config, data=(str(work / "data"),))
+    _, notes = _lead(seen, Measured(rows, []), decide(rows), str)
+    assert notes.notes == [
+        "run was trained on these texts: measure others, which it has not seen.",
+        "run was trained on 192 tokens, and its control on 384: train the shorter longer (--resume "
+        "--steps N).",
+    ]
 
 
 def interrupt_after(count: int) -> Any:

@@ -69,11 +69,13 @@ def cropped(level: float, adapter: str | None = None, **changes: Any) -> Evaluat
     return replace(made, label=f"{adapter or 'none'}, cropped", adapter=adapter, result=result)
 
 
-def noisy(level: float) -> EvaluationRow:
+def noisy(level: float, short: float = NAN) -> EvaluationRow:
     """A row that is better than the control in some documents, and worse in others."""
-    made = judged("noisy", level, 1.0)
-    losses = made.result.block_nll + np.outer([-0.2, 0.2, 0.0, 0.1, -0.1], np.arange(64) > 0)
-    return replace(made, result=replace(made.result, block_nll=losses))
+    made, noise = judged("noisy", level, 1.0, short=short), np.array([-0.2, 0.2, 0.0, 0.1, -0.1])
+    result = made.result
+    sums = {n: (values + noise * (n - 1)).tolist() for n, values in result.document_nll.items()}
+    losses = result.block_nll + np.outer(noise, np.arange(64) > 0)
+    return replace(made, result=replace(result, block_nll=losses, document_nll=sums))
 
 
 PLAIN, CONTROL = judged("none", 1.0), cropped(1.0)
@@ -125,6 +127,7 @@ YES, NO, OPEN = (
     "3.00 instead of 2.72, +10.5 % (+10.5 to +10.5)",
     "not measured (--retrieval-lengths)",
 )
+COST, MORE_COST = "-9.5 % (-9.5 to -9.5)", "+10.5 % (+10.5 to +10.5)"
 OF_CONTROL = "compared with the trained control"
 FOUND, LOST = "passkey 100% (83–100)", "passkey 90% (68–99), 80% at the worst depth"
 HALF = "passkey 50% (27–73), 0% at the worst depth"
@@ -133,23 +136,23 @@ HALF = "passkey 50% (27–73), 0% at the worst depth"
 @pytest.mark.parametrize(
     ("rows", "criteria", "success"),
     [
-        ([PLAIN, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), ("-9.5 %", True)], True),
+        ([PLAIN, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), (COST, True)], True),
         # One depth is below 90 %.
-        ([PLAIN, CONTROL, judged("yarn", 0.9, 0.8)], [(YES, True), (LOST, False), ("-9.5 %", True)], False),
+        ([PLAIN, CONTROL, judged("yarn", 0.9, 0.8)], [(YES, True), (LOST, False), (COST, True)], False),
         # What is not measured leaves it open, but a row that fails a criterion is no success.
-        ([PLAIN, CONTROL, judged("yarn", 0.9)], [(YES, True), (OPEN, None), ("-9.5 %", True)], None),
-        ([PLAIN, CONTROL, judged("yarn", 1.1)], [(NO, False), (OPEN, None), ("+10.5 %", False)], False),
+        ([PLAIN, CONTROL, judged("yarn", 0.9)], [(YES, True), (OPEN, None), (COST, True)], None),
+        ([PLAIN, CONTROL, judged("yarn", 1.1)], [(NO, False), (OPEN, None), (MORE_COST, False)], False),
         # What plain RoPE cannot do within its own window shows nothing; but a loss from 83 % to 50 % does.
         # Few prompts do not show that it cannot.
         ([UNABLE, CONTROL, judged("yarn", 0.9, 0.0)],
-         [(YES, True), (f"{HALF}, and plain RoPE finds only 20% (13–29) within 32", None), ("-9.5 %", True)],
+         [(YES, True), (f"{HALF}, and plain RoPE finds only 20% (13–29) within 32", None), (COST, True)],
          None),
-        ([UNABLE, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), ("-9.5 %", True)], True),
-        *(([some, CONTROL, judged("yarn", 0.9, 0.0)], [(YES, True), (HALF, False), ("-9.5 %", True)], False)
+        ([UNABLE, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), (COST, True)], True),
+        *(([some, CONTROL, judged("yarn", 0.9, 0.0)], [(YES, True), (HALF, False), (COST, True)], False)
           for some in (ABLE, FEW)),
         # 2.02 % more within the window is too much, and 1.98 % is not.
         *(([PLAIN, CONTROL, judged("yarn", 0.9, 1.0, short=1 + math.log(ratio))],
-           [(YES, True), (FOUND, True), ("+2.0 %", met)], met)
+           [(YES, True), (FOUND, True), ("+2.0 % (+2.0 to +2.0)", met)], met)
           for ratio, met in ((1.0202, False), (1.0198, True))),
         # What is not finite is not called unmeasured.
         ([PLAIN, CONTROL, judged("yarn", NAN, 1.0)],
@@ -159,29 +162,29 @@ HALF = "passkey 50% (27–73), 0% at the worst depth"
           ("none has no finite perplexity", None)], None),
         # No gain over the weak control of earlier versions is a success.
         ([PLAIN, WEAK, judged("yarn", 0.9, 1.0)],
-         [(f"{YES}; but the control, cropped-half, is too weak", None), (FOUND, True), ("-9.5 %", True)],
+         [(f"{YES}; but the control, cropped-half, is too weak", None), (FOUND, True), (COST, True)],
          None),
-        ([PLAIN, WEAK, judged("yarn", 1.1)], [(NO, False), (OPEN, None), ("+10.5 %", False)], False),
+        ([PLAIN, WEAK, judged("yarn", 1.1)], [(NO, False), (OPEN, None), (MORE_COST, False)], False),
         # Nor is one over plain RoPE with weights that were trained under another encoding.
         ([SAME, replace(CONTROL, label=f"{SAME.label}, cropped"), judged("as-is", 0.9, 1.0)],
          [(f"{YES}; but the control, {SAME.label}, cropped, is too weak", None), (FOUND, True),
-          (f"-9.5 %, compared with {SAME.label}", None)], None),
+          (f"{COST}, compared with {SAME.label}", None)], None),
         # A trained row is compared with a trained control, if there is one.
         ([PLAIN, CONTROL, judged("run", 0.9, 1.0, "a")],
          [(f"{YES}, compared with before training: perhaps the training alone", None), (FOUND, True),
-          ("-9.5 %", True)], None),
+          (COST, True)], None),
         ([PLAIN, CONTROL, judged("run", 1.1, 1.0, "a")],
-         [(f"{NO}, compared with before training", False), (FOUND, True), ("+10.5 %", False)], False),
+         [(f"{NO}, compared with before training", False), (FOUND, True), (MORE_COST, False)], False),
         ([PLAIN, cropped(1.0, "b"), judged("run", 0.9, 1.0, "a", short=0.99)],
-         [(YES, True), (FOUND, True), (f"-1.0 %, {OF_CONTROL} (-1.0 % with plain RoPE before)", True)], True),
+         [(YES, True), (FOUND, True), (f"-1.0 % (-1.0 to -1.0), {OF_CONTROL}", True)], True),
         # Training lowers perplexity, and the extension takes a part of that back.
         ([PLAIN, cropped(0.8, "b"), judged("run", 0.7, 1.0, "a", short=0.85)],
          [("2.01 instead of 2.23, -9.5 % (-9.5 to -9.5)", True), (FOUND, True),
-          (f"+5.1 %, {OF_CONTROL} (-13.9 % with plain RoPE before)", False)], False),
+          (f"+5.1 % (+5.1 to +5.1), {OF_CONTROL}", False)], False),
         # If it gains as much within the old window, the two were not trained in the same way.
         ([PLAIN, cropped(1.0, "b"), judged("run", 0.9, 1.0, "a", short=0.9)],
          [(f"{YES}: perhaps the training alone", None), (FOUND, True),
-          (f"-9.5 %, {OF_CONTROL} (-9.5 % with plain RoPE before)", True)], None),
+          (f"{COST}, {OF_CONTROL}", True)], None),
     ],
 )  # fmt: skip
 def test_the_criteria(rows: list[EvaluationRow], criteria: list[Criterion], success: bool | None) -> None:
@@ -197,6 +200,16 @@ def test_the_criteria(rows: list[EvaluationRow], criteria: list[Criterion], succ
     (begun,) = decide(rows, [found.label]).verdicts
     assert begun == found._replace(whole=False)
     assert begun.success is None
+
+
+def test_a_cost_that_may_be_chance_is_open() -> None:
+    for short, met in ((1.03, None), (1.01, True), (2.0, False)):
+        (found,) = decide([PLAIN, CONTROL, noisy(0.9, short=short)]).verdicts
+        assert found.cost.met is met
+    assert (
+        "the cost within the old window may be chance"
+        in decide([PLAIN, CONTROL, noisy(0.5, 1.03)]).section.lead
+    )
 
 
 def test_tables_show_no_count_of_what_is_not_finite() -> None:
@@ -237,12 +250,12 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 
 
 NONE = "None of these methods meets all three criteria at 64 without training, so train."
-NEITHER = "No row meets all three criteria at 64, with or without training."
-MORE = " Train for more steps (--resume --steps N) if perplexity still fell at the end"
+NEITHER = "No row meets all three criteria at 64."
+MORE = " Train for more steps (--resume --steps N), the control too, if the loss still fell at the end"
 ONE = "yarn does not meet all three criteria at 64 without training, so train."
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
-    "{} may be the training alone. Train a control in the same way: plain RoPE, on as many tokens within 32."
+    "{} may be the training alone. Train a control: plain RoPE, on as many tokens within 32."
 )
 
 
@@ -322,7 +335,7 @@ def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> N
         trained = verdict(result, control, same_training=False)
         assert trained.startswith(
             "Not decided: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, but "
-            "within 32 it is 4.9 % lower too, so this may be the training alone. Train a control "
+            "within 32 it is 4.9 % lower too, so this may be the training alone. Train a control: "
             if level < 1
             else "The longer context is of no use: "
         )
