@@ -162,8 +162,8 @@ def _lead(
         command = ["rope-extend", "advise", shown(config.model), "--train", "--target-length", target]
         if config.trained_length is not None:
             command += ["--trained-length", format_length(config.trained_length)]
-        text = shlex.join([*command, "--output", "recipe.yaml"])
-        heading = "Next: train. This estimates time and memory on an H100 (--gpu), and writes a recipe"
+        text = shlex.join([*command, "--data", "path/to/other/documents", "--output", "recipe.yaml"])
+        heading = "To train: this estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
     parts += _training_notes(config, measured.rows)
     undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
@@ -174,6 +174,13 @@ def _lead(
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
         heading += ". In place of ..., what its training had" if "..." in train else ""
         parts.append(Code(heading, train))
+    failed = [each.label for each in decision.verdicts if not each.success and each.whole]
+    for row in (row for row in measured.rows if row.label in failed and row.adapter):
+        if (control := _trained_control(row, measured.rows)) and (
+            lines := _longer(row.adapter, control, shown)
+        ):
+            parts.append(Code("To train longer; then this report once more, with --resume", lines))
+            break
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
     return parts
@@ -190,16 +197,26 @@ def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
         texts, tokens = _training_of(row.adapter or "")
+        if tokens:
+            notes.append(f"{row.label} was trained on {tokens:,} tokens.")
         if texts is not None and texts == _resolved(config.data):
             notes.append(f"{row.label} was trained on these texts: measure others, which it has not seen.")
         control = _trained_control(row, rows)
         other = _training_of(control)[1] if control and control != row.adapter else None
         if tokens and other and abs(tokens / other - 1) > 0.02:
-            notes.append(
-                f"{row.label} was trained on {tokens:,} tokens, and its control on {other:,}: train the "
-                "shorter longer (--resume --steps N)."
-            )
-    return [Section("Training that differs", notes=notes)] if notes else []
+            notes.append(f"Its control was trained on {other:,}: train the shorter longer.")
+    return [Section("Training", notes=notes)] if notes else []
+
+
+def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
+    """The commands that train an adapter and its control for twice as many steps; empty without recipes."""
+    lines = list[str]()
+    for trained in (str(adapter), control):
+        with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            steps = yaml.safe_load((Path(trained) / "recipe.yaml").read_text(encoding="utf-8"))["steps"]
+            file, output = shlex.quote(f"{shown(trained)}/recipe.yaml"), shlex.quote(shown(trained))
+            lines.append(f"rope-extend finetune {file} --output {output} --resume --steps {2 * steps}")
+    return "\n".join(lines) if len(lines) == 2 else ""
 
 
 def _training_of(adapter: str) -> tuple[list[str] | None, int | None]:

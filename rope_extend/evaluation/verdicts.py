@@ -101,9 +101,9 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
         f"brackets, the 95 % interval over {documents}. ✓ if all of the 99.5 % interval is below 0: in "
         "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
         "Otherwise ?, as it may be chance.",
-        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: at most "
-        f"{MOST_COST - 1:.0%} more than plain RoPE, and than a trained control; ✗ if all of the 95 % "
-        "interval is above that.",
+        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: by the estimate, at "
+        f"most {MOST_COST - 1:.0%} more than plain RoPE, and than a trained control; ✗ if all of the 95 % "
+        "interval is above that, otherwise ?.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
@@ -152,9 +152,9 @@ def _sentence(
         if best.alone:
             return f"Not decided on {best.label}: {best.alone}.", train
         open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
-        first, *others = (f"{reason[0].upper()}{reason[1:]}" for reason in open_)
-        reasons = [f"{first}, or train" if train else first, *others]
-        return " ".join([f"Not decided on {best.label}.", *(f"{each}." for each in reasons)]), train
+        among = f", the nearest of {len(undecided)}" if len(undecided) > 1 else ""
+        reasons = (f"{reason[0].upper()}{reason[1:]}." for reason in open_)
+        return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:
         untrained = any(row.is_extended and not row.adapter for row in rows)
         first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
@@ -270,8 +270,13 @@ def _gain(comparison: Comparison) -> Criterion:
     words = f"{number(change.before * change.ratio)} instead of {number(change.before)}, "
     words += f"{_percent(change.ratio)} %"
     documents = counted(change.documents, "document")
-    more = f"over {documents}, the difference beyond the old window may be chance"
-    more += ": measure more texts (--resume --documents N)"
+    trained = comparison.second.adapter is not None
+    if change.nats < 0 or change.certain is None:
+        more = f"over {documents}, the gain beyond the old window may be chance: measure more texts "
+        more += "(--resume --documents N)" + ("" if trained else ", or train")
+    else:
+        more = f"over {documents}, no gain beyond the old window is seen: "
+        more += "train longer (--resume --steps N), the control too" if trained else "train"
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     words += f" ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"

@@ -84,7 +84,7 @@ def test_the_commands_of_a_report_run_as_printed(
         main(shlex.split(f"{command} --trained-length 32 --data data --output out{number}"))
         for text in (capsys.readouterr().out, Path(f"out{number}/report.md").read_text()):
             printed += re.findall(r"```\n(rope-extend .*)\n```", text)
-    options = "--target-length 64 --trained-length 32 --output recipe.yaml"
+    options = "--target-length 64 --trained-length 32 --data path/to/other/documents --output recipe.yaml"
     names = (tmp_path / "mine" / "model", "path/to/model", "model", "model")
     assert printed == [f"rope-extend advise {name} --train {options}" for name in names]
     main(shlex.split(printed[0])[1:])
@@ -118,7 +118,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     config = EvaluationConfig(model=model, adapters=("my run",))
     for directory in ("my run", "elsewhere"):
         rows = [PLAIN, CONTROL, replace(tuned, adapter=directory)]
-        section, code = _lead(config, Measured(rows, []), decide(rows), str)
+        section, *_, code = _lead(config, Measured(rows, []), decide(rows), str)
         assert section.lead.startswith("Not decided on run: ")
         if directory == "my run":
             main(shlex.split(code.text)[1:])
@@ -129,15 +129,21 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     assert code.heading.endswith("In place of ..., what its training had")
     rows.append(cropped(1.0, "my run-control"))
     rows[2] = tuned
-    assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
+    assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 2  # the verdict, and the training
+    rows[2] = replace(tuned, result=judged("run", 1.1, short=1.1).result)
+    longer = _lead(config, Measured(rows, []), decide(rows), str)[-1]
+    for line in longer.text.splitlines():
+        main(shlex.split(line)[1:])
+        assert "2 steps, 384 tokens" in capsys.readouterr().out
+    rows[2] = tuned
     with Path("my run-control/metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 2, "tokens": 384}\n')
+        metrics.write('{"step": 3, "tokens": 576}\n')
     seen = replace(config, data=(str(work / "data"),))
     _, notes = _lead(seen, Measured(rows, []), decide(rows), str)
     assert notes.notes == [
+        "run was trained on 384 tokens.",
         "run was trained on these texts: measure others, which it has not seen.",
-        "run was trained on 192 tokens, and its control on 384: train the shorter longer (--resume "
-        "--steps N).",
+        "Its control was trained on 576: train the shorter longer.",
     ]
 
 

@@ -270,10 +270,12 @@ ALONE = (
         ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {OPEN}."),
         # A row that failed is not called undecided; of the open ones, the nearest is named.
         ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99), judged("rerope", 0.95)], [],
-         f"Not decided on rerope. Retrieval is {OPEN}."),
+         f"Not decided on rerope, the nearest of 2. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
-        ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the difference beyond the old window "
-         "may be chance: measure more texts (--resume --documents N), or train."),
+        ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
+         "chance: measure more texts (--resume --documents N), or train."),
+        ([noisy(1.01, 1.0)], [],
+         "Not decided on noisy. Over 5 documents, no gain beyond the old window is seen: train."),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
          f"{NONE} The nearest is yarn."),
