@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -179,7 +180,8 @@ def _lead(
         if (control := _trained_control(row, measured.rows)) and (
             lines := _longer(row.adapter, control, shown)
         ):
-            parts.append(Code("To train longer; then this report once more, with --resume", lines))
+            again = f"--resume --documents {row.result.documents}"
+            parts.append(Code(f"To train longer; then this report once more, with {again}", lines))
             break
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
@@ -209,13 +211,15 @@ def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[
 
 
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
-    """The commands that train an adapter and its control for twice as many steps; empty without recipes."""
-    lines = list[str]()
-    for trained in (str(adapter), control):
+    """The commands that train an adapter and its control on twice as many tokens; empty without recipes."""
+    runs, lines = (str(adapter), control), list[str]()
+    most = 2 * max(_training_of(each)[1] or 0 for each in runs)
+    for trained in runs:
         with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
             steps = yaml.safe_load((Path(trained) / "recipe.yaml").read_text(encoding="utf-8"))["steps"]
             file, output = shlex.quote(f"{shown(trained)}/recipe.yaml"), shlex.quote(shown(trained))
-            lines.append(f"rope-extend finetune {file} --output {output} --resume --steps {2 * steps}")
+            steps = round(steps * most / (_training_of(trained)[1] or math.nan))
+            lines.append(f"rope-extend finetune {file} --output {output} --resume --steps {steps}")
     return "\n".join(lines) if len(lines) == 2 else ""
 
 

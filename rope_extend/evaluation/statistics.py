@@ -23,9 +23,9 @@ FEWEST = 3
 """Documents below which there is no interval."""
 FEWEST_TO_DECIDE = 5
 """Documents below which no difference is called certain."""
-_QUANTILE = 0.99
+QUANTILE = 0.99
 """Of Student's t at each end. Two ends of 0.975 cover 95 % of normal differences, but 88 % of skewed ones."""
-_CERTAIN = 0.9975
+CERTAIN = 0.9975
 """The same for a difference that is called certain, so that skewed differences are in at most 3 %."""
 
 
@@ -35,7 +35,7 @@ def ppl(nats: float) -> float:
 
 
 def mean_interval(
-    sums: Sequence[float], terms: Sequence[int], *, quantile: float = _QUANTILE
+    sums: Sequence[float], terms: Sequence[int], *, quantile: float = QUANTILE
 ) -> tuple[float, float] | None:
     """Interval of `Σ sums / Σ terms` over documents, of which these are a sample; by default of 95 %.
 
@@ -108,7 +108,7 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
     differences = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
     nats = float(np.sum(differences)) / sum(terms)
     low, high = mean_interval(differences, terms) or (None, None)
-    strict = mean_interval(differences, terms, quantile=_CERTAIN) if len(terms) >= FEWEST_TO_DECIDE else None
+    strict = mean_interval(differences, terms, quantile=CERTAIN) if len(terms) >= FEWEST_TO_DECIDE else None
     certain = None if strict is None else strict[1] < 0
     better = sum(difference < 0 for difference in differences)
     before = ppl(float(np.sum(first)) / sum(terms))
@@ -145,7 +145,7 @@ def _effective_trials(scores: Sequence[float]) -> float:
     trials, mean = len(scores), sum(scores) / len(scores)
     if len({*scores} - {0, 1}) < 2:
         return trials
-    quantiles = float(stdtrit(trials - 1, 0.975) / stdtrit(trials - 1, _QUANTILE))
+    quantiles = float(stdtrit(trials - 1, 0.975) / stdtrit(trials - 1, QUANTILE))
     return max(trials, (trials - 1) * mean * (1 - mean) / float(np.var(scores, ddof=1)) * quantiles**2)
 
 

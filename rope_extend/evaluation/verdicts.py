@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, differences, regressions
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, Difference, ppl
+from rope_extend.evaluation.statistics import CERTAIN, FEWEST_TO_DECIDE, QUANTILE, Difference, ppl
 from rope_extend.report.tables import Section, number, signed
 from rope_extend.units import counted, format_length
 
@@ -249,6 +249,18 @@ def _alone(comparison: Comparison) -> str:
     )
 
 
+def _enough(change: Difference) -> str:
+    """About how many documents would decide, if the gain is as large as it seems; `N` if nobody can say."""
+    if change.high is None or not change.nats < 0:
+        return "N"
+    from scipy.special import ndtri, stdtrit
+
+    error = (change.high - change.nats) / stdtrit(change.documents - 1, QUANTILE)
+    count = change.documents * min(1e9, abs(ndtri(CERTAIN) * error / change.nats)) ** 2
+    many = f"about {float(f'{count:.2g}'):,.0f}" if count < 100_000 else "far more"
+    return f"N, {many} if it is as large as it seems"
+
+
 def _below(change: Difference, other: Difference) -> bool:
     """Whether a difference is below another on other targets, by the 95 % interval of their difference."""
     if change.high is None or other.high is None:
@@ -273,7 +285,7 @@ def _gain(comparison: Comparison) -> Criterion:
     trained = comparison.second.adapter is not None
     if change.nats < 0 or change.certain is None:
         more = f"over {documents}, the gain beyond the old window may be chance: measure more texts "
-        more += "(--resume --documents N)" + ("" if trained else ", or train")
+        more += f"(--resume --documents {_enough(change)}), or train{' longer' * trained}"
     else:
         more = f"over {documents}, no gain beyond the old window is seen: "
         more += "train longer (--resume --steps N), the control too" if trained else "train"

@@ -273,7 +273,8 @@ ALONE = (
          f"Not decided on rerope, the nearest of 2. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
         ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
-         "chance: measure more texts (--resume --documents N), or train."),
+         "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems), "
+         "or train."),
         ([noisy(1.01, 1.0)], [],
          "Not decided on noisy. Over 5 documents, no gain beyond the old window is seen: train."),
         # What is not finite is never the nearest.
