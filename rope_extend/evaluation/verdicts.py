@@ -257,6 +257,7 @@ def _enough(change: Difference) -> str:
 
     error = (change.high - change.nats) / stdtrit(change.documents - 1, QUANTILE)
     count = change.documents * min(1e9, abs(ndtri(CERTAIN) * error / change.nats)) ** 2
+    count = max(change.documents + 1, count)
     many = f"about {float(f'{count:.2g}'):,.0f}" if count < 100_000 else "far more"
     return f"N, {many} if it is as large as it seems"
 
