@@ -24,7 +24,7 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
 	tests/attention/test_modes.py tests/attention/test_every_method.py \
 	tests/evaluation/test_evaluation_on_a_gpu.py \
-	tests/training/test_longer_steps.py \
+	tests/training/test_metrics.py \
 	tests/models/test_gguf_models.py \
 	tests/attention/test_causal_suffix.py tests/evaluation/test_forward_plan.py \
 	tests/evaluation/test_chunked_forward.py tests/training/test_step_plan.py \
