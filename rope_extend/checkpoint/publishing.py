@@ -121,13 +121,11 @@ def warn_of_local_paths(directory: Path) -> None:
     found = private_fields(directory, bundled=False)
     if found:
         listed = ", ".join(f"{name} ({', '.join(fields)})" for name, fields in found.items())
-        hint = ", and leave recipe.yaml out, which is not needed to load it" if "recipe.yaml" in found else ""
-        base = [*found] != ["recipe.yaml"]
+        advice = ["write the hub id of the base model instead"] if [*found] != ["recipe.yaml"] else []
+        advice += ["leave recipe.yaml out, which is not needed to load it"] if "recipe.yaml" in found else []
         logger.warning(
-            "%s holds local paths: %s. Before you publish it, %s%s", directory, listed,
-            "write the hub id of the base model instead" if base else hint.removeprefix(", and "),
-            hint if base else "",
-        )  # fmt: skip
+            "%s holds local paths: %s. Before you publish it, %s", directory, listed, ", and ".join(advice)
+        )
 
 
 def private_fields(directory: Path, *, bundled: bool = True) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -198,13 +197,13 @@ def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
-        texts, tokens = _training_of(row.adapter or "")
+        data, tokens = _recipe_of(str(row.adapter)).get("data"), _trained_tokens(str(row.adapter))
         if tokens:
             notes.append(f"{row.label} was trained on {tokens:,} tokens.")
-        if texts is not None and texts == _resolved(config.data):
+        if data and _resolved(data) == _resolved(config.data):
             notes.append(f"{row.label} was trained on these texts: measure others, which it has not seen.")
         control = _trained_control(row, rows)
-        other = _training_of(control)[1] if control and control != row.adapter else None
+        other = _trained_tokens(control) if control and control != row.adapter else None
         if tokens and other and abs(tokens / other - 1) > 0.02:
             notes.append(f"Its control was trained on {other:,}: train the shorter longer.")
     return [Section("Training", notes=notes)] if notes else []
@@ -212,26 +211,29 @@ def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[
 
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
     """The commands that train an adapter and its control on twice as many tokens; empty without recipes."""
-    runs, lines = (str(adapter), control), list[str]()
-    most = 2 * max(_training_of(each)[1] or 0 for each in runs)
-    for trained in runs:
-        with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-            steps = yaml.safe_load((Path(trained) / "recipe.yaml").read_text(encoding="utf-8"))["steps"]
+    lines, runs = list[str](), {run: _trained_tokens(run) for run in (str(adapter), control)}
+    most = 2 * max(tokens or 0 for tokens in runs.values())
+    for trained, tokens in runs.items():
+        if tokens and (steps := _recipe_of(trained).get("steps")):
             file, output = shlex.quote(f"{shown(trained)}/recipe.yaml"), shlex.quote(shown(trained))
-            steps = round(steps * most / (_training_of(trained)[1] or math.nan))
-            lines.append(f"rope-extend finetune {file} --output {output} --resume --steps {steps}")
+            more = f"--resume --steps {round(steps * most / tokens)}"
+            lines.append(f"rope-extend finetune {file} --output {output} {more}")
     return "\n".join(lines) if len(lines) == 2 else ""
 
 
-def _training_of(adapter: str) -> tuple[list[str] | None, int | None]:
-    """The texts and the number of tokens that a run was trained on, as far as its files say."""
-    texts, tokens = None, None
-    with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        texts = _resolved(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))["data"])
-    with suppress(OSError, ValueError, LookupError, TypeError):
+def _recipe_of(adapter: str) -> dict[str, Any]:
+    """The recipe of a run; empty if its directory has none."""
+    with suppress(OSError, ValueError, TypeError, yaml.YAMLError):
+        return dict(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8")))
+    return {}
+
+
+def _trained_tokens(adapter: str) -> int | None:
+    """The number of tokens that a run was trained on, as far as its metrics say."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         lines = (Path(adapter) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        tokens = max(json.loads(line).get("tokens", 0) for line in lines)
-    return texts, tokens
+        return int(max(json.loads(line).get("tokens", 0) for line in lines))
+    return None
 
 
 def _resolved(data: Any) -> list[str]:
@@ -245,9 +247,8 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     """
     adapter, window = str(row.adapter), row.trained_length or 0
     output = f"--output {shlex.quote(f'{shown(adapter)}-control')}"
-    with suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        recipe = yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8"))
-        if changes := control_flags(recipe, window):
+    with suppress(ValueError, LookupError, TypeError):  # a recipe that was changed by hand
+        if changes := control_flags(_recipe_of(adapter), window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
     blanks = " ".join(f"--{name} ..." for name in ("data", "steps", "learning-rate", "lora-targets"))
     flags = f"--method none --target-length {window} --block-length {window} {blanks}"

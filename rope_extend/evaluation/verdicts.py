@@ -209,8 +209,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
         f"cropped context: {words}"
     )
-    if (within := _within(result, control)) is not None and within > MOST_COST:
-        said += f"; within {window} it is {_change(within)}"
+    if (within := _within(result, control)) is not None and within.ratio > MOST_COST:
+        said += f"; within {window} it is {_change(within.ratio)}"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
     if useful is False:
@@ -230,8 +230,7 @@ def _alone(comparison: Comparison) -> str:
     window, untrained = control.window or 0, comparison.before_training
     if row.adapter is None or change.nats >= 0 or not math.isfinite(change.nats):
         return ""
-    same = row.result.same_targets(control)
-    within = next(iter(differences(control, row.result, [window]) if same else []), None)
+    within = _within(row.result, control)
     as_much = within and within.nats < 0 and not _below(change, within)
     if not (untrained or as_much):
         return ""
@@ -281,7 +280,7 @@ def _gain(comparison: Comparison) -> Criterion:
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
     words = f"{number(change.before * change.ratio)} instead of {number(change.before)}, "
-    words += f"{_percent(change.ratio)} %"
+    words += _with_interval(change)
     documents = counted(change.documents, "document")
     trained = comparison.second.adapter is not None
     if change.nats < 0 or change.certain is None:
@@ -292,7 +291,6 @@ def _gain(comparison: Comparison) -> Criterion:
         more += "train longer (--resume --steps N), the control too" if trained else "train"
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
-    words += f" ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
     if comparison.before_training:
         words += ", compared with before training"
     if not change.clear:
@@ -354,12 +352,11 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
     if plain.of_same_weights:
         words = f"{_with_interval(change)}, compared with {plain.label}"
         return Criterion(words, None, "the base model is not measured")
-    control, most, words = gain.first, change, _with_interval(change)
-    if control.adapter is not None and gain.second.result.same_targets(control.result):
-        window = control.result.window or 0
-        for most in differences(control.result, gain.second.result, [window]):
-            words = f"{_with_interval(most)}, compared with the trained control"
-        most = max(most, change, key=lambda each: each.ratio)
+    most, words = change, _with_interval(change)
+    trained = _within(gain.second.result, gain.first.result) if gain.first.adapter is not None else None
+    if trained is not None:
+        words = f"{_with_interval(trained)}, compared with the trained control"
+        most = max(trained, change, key=lambda each: each.ratio)
     if most.ratio > MOST_COST and most.low is not None and ppl(most.low) <= MOST_COST:
         documents = counted(most.documents, "document")
         return Criterion(words, None, f"over {documents}, the cost within the old window may be chance, too")
@@ -373,11 +370,10 @@ def _with_interval(change: Difference) -> str:
     return f"{_percent(change.ratio)} % ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
 
 
-def _within(result: PerplexityResult, control: PerplexityResult) -> float | None:
-    """The perplexity within the window of a control, divided by that of the control; None if unknown."""
-    levels = (each.ppl.get(control.window or 0, math.nan) for each in (result, control))
-    ratio = next(levels) / next(levels)
-    return ratio if math.isfinite(ratio) else None
+def _within(result: PerplexityResult, control: PerplexityResult) -> Difference | None:
+    """The difference from a control within its window, where both see the same; None if it is unknown."""
+    found = differences(control, result, [control.window or 0]) if result.same_targets(control) else []
+    return found[0] if found else None
 
 
 def _percent(ratio: float) -> str:
