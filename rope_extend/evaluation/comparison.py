@@ -119,6 +119,12 @@ def differences(
     return [paired(n, first.document_nll[n], second.document_nll[n], first.document_terms[n]) for n in known]
 
 
+def within_window(result: PerplexityResult, control: PerplexityResult) -> Difference | None:
+    """The difference from a control within its window, where both see the same; None if it is unknown."""
+    found = differences(control, result, [control.window or 0]) if result.same_targets(control) else []
+    return found[0] if found else None
+
+
 def pairs(
     first: Sequence[EvaluationRow],
     second: Sequence[EvaluationRow],

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def measure(
             # Another one may have ended by now.
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
-        decision = decide(measured.rows, measured.unfinished)
+        decision = decide(measured.rows, measured.unfinished, _trained_on(config, measured.rows))
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         documents = Section("Documents", notes=[f"The first that are long enough, by path: {names}."])
         if directory is not None and measured.rows and is_main_process():
@@ -165,7 +166,7 @@ def _lead(
         text = shlex.join([*command, "--data", "path/to/other/documents", "--output", "recipe.yaml"])
         heading = "To train: this estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
-    parts += _training_notes(config, measured.rows)
+    parts += _training_notes(measured.rows)
     undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
     for row in (
         row for row in measured.rows if row.label in undecided and not _trained_control(row, measured.rows)
@@ -193,15 +194,37 @@ def _trained_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str |
     return None if control is None else control.adapter
 
 
-def _training_notes(config: ModelConfig, rows: Sequence[EvaluationRow]) -> list[Part]:
+def _trained_on(config: ModelConfig, rows: Sequence[EvaluationRow]) -> set[str]:
+    """Labels of rows that were trained on texts of the measurement, as far as their files say."""
+
+    def of(adapter: str) -> bool:
+        recipe = _recipe_of(adapter)
+        one, other = (
+            [Path(each).absolute() for each in ([data] if isinstance(data, str) else data or ())]
+            for data in (recipe.get("data"), config.data)
+        )
+        return any(
+            (a.is_relative_to(b) or b.is_relative_to(a))
+            and (a.exists() or b.exists() or recipe.get("split") == config.split)  # of a dataset
+            for a, b in product(one, other)
+        )
+
+    return {row.label for row in rows if row.adapter and of(row.adapter)}
+
+
+def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
-        data, tokens = _recipe_of(str(row.adapter)).get("data"), _trained_tokens(str(row.adapter))
+        tokens = _trained_tokens(row.adapter)
+        losses = [line["loss"] for line in _metrics(row.adapter) if "loss" in line]
         if tokens:
-            notes.append(f"{row.label} was trained on {tokens:,} tokens.")
-        if data and _resolved(data) == _resolved(config.data):
-            notes.append(f"{row.label} was trained on these texts: measure others, which it has not seen.")
+            fell = ""
+            if (part := len(losses) // 4) > 0:
+                before, after = (sum(some) / part for some in (losses[-2 * part : -part], losses[-part:]))
+                fell = f"; its loss was {before:.3f} in the third quarter of the steps, and {after:.3f} in "
+                fell += "the last"
+            notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         control = _trained_control(row, rows)
         other = _trained_tokens(control) if control and control != row.adapter else None
         if tokens and other and abs(tokens / other - 1) > 0.02:
@@ -221,23 +244,24 @@ def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> s
     return "\n".join(lines) if len(lines) == 2 else ""
 
 
-def _recipe_of(adapter: str) -> dict[str, Any]:
+def _recipe_of(adapter: str | None) -> dict[str, Any]:
     """The recipe of a run; empty if its directory has none."""
     with suppress(OSError, ValueError, TypeError, yaml.YAMLError):
-        return dict(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8")))
+        return dict(yaml.safe_load((Path(adapter or "") / "recipe.yaml").read_text(encoding="utf-8")))
     return {}
 
 
-def _trained_tokens(adapter: str) -> int | None:
-    """The number of tokens that a run was trained on, as far as its metrics say."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):
-        lines = (Path(adapter) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return int(max(json.loads(line).get("tokens", 0) for line in lines))
-    return None
+def _metrics(adapter: str | None) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; empty if its directory has none."""
+    with suppress(OSError, ValueError, TypeError):
+        text = (Path(adapter or "") / "metrics.jsonl").read_text(encoding="utf-8")
+        return [dict(json.loads(line)) for line in text.splitlines()]
+    return []
 
 
-def _resolved(data: Any) -> list[str]:
-    return [str(Path(each).absolute()) for each in ([data] if isinstance(data, str) else data or ())]
+def _trained_tokens(adapter: str | None) -> int:
+    """The number of tokens that a run was trained on; 0 if its metrics do not say."""
+    return max((int(line.get("tokens", 0)) for line in _metrics(adapter)), default=0)
 
 
 def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:

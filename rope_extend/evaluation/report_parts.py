@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions
+from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions, within_window
 from rope_extend.evaluation.protocols import PROTOCOLS
 from rope_extend.evaluation.results import SAME_WEIGHTS, EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, ppl
@@ -47,6 +48,14 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
         parts.append(_gain_section(gains))
     if compared := regressions(rows):
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label
+        for gain in gains if compared[0].first.result else []:
+            row, own = gain.second, within_window(gain.second.result, gain.first.result)
+            if own and gain.first.adapter not in (
+                None,
+                row.adapter,
+            ):  # training lowers the perplexity of both
+                row = replace(row, label=f"{row.label} (with its trained control)")
+                compared.append(Comparison(gain.first, row, [own]))
         parts += comparison_parts(compared, f"within the trained window of {window}, compared with {base}")
     return [*parts, *retrieval_sections(rows)]
 

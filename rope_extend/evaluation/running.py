@@ -122,8 +122,9 @@ def run(
             _measured(measurement, store, cells)  # refuses damaged cells, before others are measured
         if (others := len(store.records) - len(finished)) > 0:
             logger.warning(
-                "%d finished cells in %s are of other rows or texts: not in this report", others, where
-            )
+                "%d finished cells in %s are of other rows or texts (--documents %s): not in this report",
+                others, where, measurement.config.max_documents,
+            )  # fmt: skip
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
             _share(store, connected)

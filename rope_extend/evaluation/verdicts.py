@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, against_cropped, differences, regressions
+from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions, within_window
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import CERTAIN, FEWEST_TO_DECIDE, QUANTILE, Difference, ppl
 from rope_extend.report.tables import Section, number, signed
@@ -80,22 +80,25 @@ class Decision(NamedTuple):
     section: Section
 
 
-def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> Decision:
+def decide(
+    rows: Sequence[EvaluationRow], unfinished: Collection[str] = (), seen: Collection[str] = ()
+) -> Decision:
     """Judge each row by the three criteria, and say what to do.
 
     Args:
         rows: what was measured, with the control whose context is cropped.
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
+        seen: labels of rows that were trained on these texts, so that a gain shows nothing.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
-    judged = _verdicts(rows, unfinished)
-    sentence, train = _sentence(rows, judged, unfinished, longest)
+    judged = _verdicts(rows, unfinished, seen)
+    head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
+    sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
     if not judged:
         return Decision(judged, train, Section("Verdict", lead=sentence))
     documents = counted(max(row.result.documents for row in rows if row.result), "document")
-    head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
     notes = [
         f"Beyond {window}: instead of the perplexity with a cropped context, on the same targets. In "
         f"brackets, the 95 % interval over {documents}. ✓ if all of the 99.5 % interval is below 0: in "
@@ -109,22 +112,28 @@ def decide(rows: Sequence[EvaluationRow], unfinished: Collection[str] = ()) -> D
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
 
 
-def _verdicts(rows: Sequence[EvaluationRow], unfinished: Collection[str]) -> list[Verdict]:
+def _verdicts(
+    rows: Sequence[EvaluationRow], unfinished: Collection[str], seen: Collection[str]
+) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
     return [
         Verdict(
-            gain.second.label, _gain(gain), _found(gain.second, gain.longest.length, rows),
-            _cost(costs.get(id(gain.second)), gain), gain.second.label not in unfinished, _alone(gain),
+            row.label, _gain(gain, row.label in seen), _found(row, gain.longest.length, rows),
+            _cost(costs.get(id(row)), gain), row.label not in unfinished, _alone(gain),
         )
         for gain in against_cropped(rows)
-        if not _is_control(gain.second)
+        if not _is_control(row := gain.second)
     ]  # fmt: skip
 
 
 def _sentence(
-    rows: Sequence[EvaluationRow], judged: Sequence[Verdict], unfinished: Collection[str], longest: int
+    rows: Sequence[EvaluationRow],
+    judged: Sequence[Verdict],
+    unfinished: Collection[str],
+    longest: int,
+    criteria: Sequence[str],
 ) -> tuple[str, bool]:
-    """What to do, and whether it is to train."""
+    """What to do, with names of the `criteria`, and whether it is to train."""
     target, window = format_length(longest), rows[0].trained_length if rows else None
     if window is not None and 0 < longest <= window:
         return f"The model was trained on {format_length(window)} tokens, so it needs no extension.", False
@@ -152,7 +161,7 @@ def _sentence(
         if best.alone:
             return f"Not decided on {best.label}: {best.alone}.", train
         open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
-        among = f", the nearest of {len(undecided)}" if len(undecided) > 1 else ""
+        among = f", which has the lowest perplexity of {len(undecided)}" if len(undecided) > 1 else ""
         reasons = (f"{reason[0].upper()}{reason[1:]}." for reason in open_)
         return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:
@@ -164,7 +173,11 @@ def _sentence(
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
-    nearest = f" The nearest is {whole[0].label}." if len(whole) > 1 or (whole and unfinished) else ""
+    nearest = ""
+    if len(whole) > 1 or (whole and unfinished):
+        failed = [name for name, each in zip(criteria, whole[0][1:4], strict=True) if each.met is False]
+        nearest = f" {whole[0].label} has the lowest perplexity"
+        nearest += f", and fails: {', '.join(failed)}." if failed else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
     return first + nearest + more, train
@@ -209,7 +222,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
         f"cropped context: {words}"
     )
-    if (within := _within(result, control)) is not None and within.ratio > MOST_COST:
+    if (within := within_window(result, control)) is not None and within.ratio > MOST_COST:
         said += f"; within {window} it is {_change(within.ratio)}"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
@@ -230,7 +243,7 @@ def _alone(comparison: Comparison) -> str:
     window, untrained = control.window or 0, comparison.before_training
     if row.adapter is None or change.nats >= 0 or not math.isfinite(change.nats):
         return ""
-    within = _within(row.result, control)
+    within = within_window(row.result, control)
     as_much = within and within.nats < 0 and not _below(change, within)
     if not (untrained or as_much):
         return ""
@@ -272,8 +285,11 @@ def _change(ratio: float) -> str:
     return f"{100 * abs(ratio - 1):.1f} % {'lower' if ratio < 1 else 'higher'}"
 
 
-def _gain(comparison: Comparison) -> Criterion:
-    """The perplexity compared with a cropped context, and whether it is certainly below."""
+def _gain(comparison: Comparison, seen: bool = False) -> Criterion:
+    """The perplexity compared with a cropped context, and whether it is certainly below.
+
+    `seen` says that the row was trained on these texts.
+    """
     control, change = comparison.first, comparison.longest
     if not math.isfinite(control.result.ppl[change.length]):
         return Criterion(words := f"{control.label} has no finite perplexity", None, words)
@@ -293,8 +309,11 @@ def _gain(comparison: Comparison) -> Criterion:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     if comparison.before_training:
         words += ", compared with before training"
+    if seen and change.nats < 0:
+        known = "it was trained on these texts"
+        return Criterion(f"{words}; but {known}", None, f"{known}: measure others, which it has not seen")
     if not change.clear:
-        words += ", which may be chance"
+        words += ", which may be chance" if _percent(change.ratio)[1:] != "0.0" else ", no clear difference"
     elif change.certain is False and change.nats < 0 and not comparison.before_training:
         words += ", but the 99.5 % interval, which decides, contains 0"
     weak = control.result.protocol if control.result.is_weak else control.of_same_weights and control.label
@@ -353,7 +372,7 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
         words = f"{_with_interval(change)}, compared with {plain.label}"
         return Criterion(words, None, "the base model is not measured")
     most, words = change, _with_interval(change)
-    trained = _within(gain.second.result, gain.first.result) if gain.first.adapter is not None else None
+    trained = within_window(gain.second.result, gain.first.result) if gain.first.adapter is not None else None
     if trained is not None:
         words = f"{_with_interval(trained)}, compared with the trained control"
         most = max(trained, change, key=lambda each: each.ratio)
@@ -368,12 +387,6 @@ def _with_interval(change: Difference) -> str:
     if change.low is None or change.high is None:
         return f"{_percent(change.ratio)} %"
     return f"{_percent(change.ratio)} % ({_percent(ppl(change.low))} to {_percent(ppl(change.high))})"
-
-
-def _within(result: PerplexityResult, control: PerplexityResult) -> Difference | None:
-    """The difference from a control within its window, where both see the same; None if it is unknown."""
-    found = differences(control, result, [control.window or 0]) if result.same_targets(control) else []
-    return found[0] if found else None
 
 
 def _percent(ratio: float) -> str:

@@ -202,6 +202,10 @@ def test_the_cost_is_that_of_each_row_against_the_model_before() -> None:
         assert [(pair.second.label, pair.first.label) for pair in found] == [
             (label, before) for label in labels
         ]
+    # And a trained row against its trained control, too.
+    base, trained = replace(cropped, label="LoRA, cropped", adapter="a"), replace(tuned, adapter="b")
+    within = next(part for part in table_parts([plain, base, trained]) if "within" in part.heading)
+    assert [line[0] for line in within.lines[1:]] == ["yarn", "yarn (with its trained control)"]
 
 
 LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")

@@ -16,7 +16,7 @@ from test_verdicts import CONTROL, PLAIN, cropped, judged
 
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
-from rope_extend.evaluation.evaluate import _lead
+from rope_extend.evaluation.evaluate import _lead, _trained_on
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
@@ -136,15 +136,24 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         main(shlex.split(line)[1:])
         assert "2 steps, 384 tokens" in capsys.readouterr().out
     rows[2] = tuned
-    with Path("my run-control/metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 3, "tokens": 576}\n')
-    seen = replace(config, data=(str(work / "data"),))
-    _, notes = _lead(seen, Measured(rows, []), decide(rows), str)
+    for name, lines in (("my run-control", '{"tokens": 576}\n'), ("my run", '{"loss": 2}\n{"loss": 1.5}\n')):
+        with Path(f"{name}/metrics.jsonl").open("a") as metrics:
+            metrics.write(lines)
+    _, notes = _lead(config, Measured(rows, []), decide(rows), str)
     assert notes.notes == [
-        "run was trained on 384 tokens.",
-        "run was trained on these texts: measure others, which it has not seen.",
+        "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, and 1.500 in "
+        "the last.",
         "Its control was trained on 576: train the shorter longer.",
     ]
+    # What a row was trained on shows no gain: the same files, a part of them, or a directory that has them.
+    whole = str(work / "data")
+    for data in (whole, f"{whole}/a.txt", str(work), f"{whole}-of-others", "demo:evaluation"):
+        seen = _trained_on(replace(config, data=("no/such", data)), rows)
+        assert ("run" in seen) == (data.startswith(str(work)) and "others" not in data)
+    decision = decide(rows, (), {"run"})
+    known = "It was trained on these texts: measure others, which it has not seen."
+    assert decision.section.lead == f"Not decided on run. {known}"
+    assert "but it was trained on these texts" in decision.verdicts[0].gain.words
 
 
 def interrupt_after(count: int) -> Any:

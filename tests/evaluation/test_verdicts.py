@@ -97,7 +97,8 @@ def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, a
     assert low - 0.06 <= gain <= high + 0.06  # each is rounded to 0.1
     assert gain == pytest.approx(100 * math.expm1(nats), abs=0.06)
     assert used is (True if nats + above < 0 else False if nats - below > 0 else None)
-    assert ("chance" in words) == (nats - below <= 0 <= nats + above)
+    open_ = "may be chance" in words or "no clear difference" in words
+    assert open_ == (nats - below <= 0 <= nats + above)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,7 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 
 NONE = "None of these methods meets all three criteria at 64 without training, so train."
 NEITHER = "No row meets all three criteria at 64."
+LOWEST = "yarn has the lowest perplexity"
 MORE = " Train for more steps (--resume --steps N), the control too, if the loss still fell at the end"
 ONE = "yarn does not meet all three criteria at 64 without training, so train."
 ALONE = (
@@ -270,7 +272,7 @@ ALONE = (
         ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {OPEN}."),
         # A row that failed is not called undecided; of the open ones, the nearest is named.
         ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99), judged("rerope", 0.95)], [],
-         f"Not decided on rerope, the nearest of 2. Retrieval is {OPEN}."),
+         f"Not decided on rerope, which has the lowest perplexity of 2. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
         ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
          "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems), "
@@ -279,14 +281,16 @@ ALONE = (
          "Not decided on noisy. Over 5 documents, no gain beyond the old window is seen: train."),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
-         f"{NONE} The nearest is yarn."),
+         f"{NONE} {LOWEST}, and fails: found at 64."),
         ([judged("yarn", NAN, 0.0)], [],
          "No extended row has a finite perplexity at 64: check the weights, and the dtype."),
         # While rows are missing.
         ([judged("yarn", NAN, 0.0)], ["ntk"],
-         "Not decided yet: not wholly measured are ntk. The nearest is yarn."),
+         f"Not decided yet: not wholly measured are ntk. {LOWEST}, and fails: perplexity beyond 32, found "
+         "at 64, perplexity within 32."),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
-         "Not decided yet: not wholly measured are rerope, string. The nearest is yarn."),
+         f"Not decided yet: not wholly measured are rerope, string. {LOWEST}, and fails: perplexity beyond "
+         "32, perplexity within 32."),
         ([judged("yarn", 0.9, 1.0)], ["yarn"], "Not decided yet: not wholly measured are yarn."),
         ([judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], ["yarn"],
          "Use ntk, which meets all three criteria at 64."),
