@@ -54,7 +54,7 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png")
     axes = drawn[0].axes
     plain, best = (rows[n].result.ppl[256] for n in (0, 4))
-    title = f"Perplexity {best:.2f} at 256 with YaRN + LoRA, {plain:.2f} with plain RoPE"
+    title = f"Perplexity {best:.2f} at 256 with YaRN + LoRA, {plain:,.0f} with plain RoPE"
     assert axes.get_title(loc="left").replace("\n", " ") == title
     rows[-1] = replace(rows[-1], label="some (estimated)")
     assert lines(axes).keys() == {r.label for r in rows}
