@@ -161,7 +161,9 @@ def _sentence(
         if best.alone:
             return f"Not decided on {best.label}: {best.alone}.", train
         open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
-        among = f", which has the lowest perplexity of {len(undecided)}" if len(undecided) > 1 else ""
+        among = ""
+        if len(undecided) > 1:
+            among = f", which has the lowest perplexity of {len(undecided)} undecided rows"
         reasons = (f"{reason[0].upper()}{reason[1:]}." for reason in open_)
         return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:

@@ -272,7 +272,7 @@ ALONE = (
         ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {OPEN}."),
         # A row that failed is not called undecided; of the open ones, the nearest is named.
         ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99), judged("rerope", 0.95)], [],
-         f"Not decided on rerope, which has the lowest perplexity of 2. Retrieval is {OPEN}."),
+         f"Not decided on rerope, which has the lowest perplexity of 2 undecided rows. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
         ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
          "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems), "
