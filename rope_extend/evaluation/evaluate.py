@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -271,11 +272,15 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     """
     adapter, window = str(row.adapter), row.trained_length or 0
     output = f"--output {shlex.quote(f'{shown(adapter)}-control')}"
-    with suppress(ValueError, LookupError, TypeError):  # a recipe that was changed by hand
-        if changes := control_flags(_recipe_of(adapter), window):
+    with suppress(ValueError, LookupError, TypeError, ZeroDivisionError):  # a recipe changed by hand
+        recipe = _recipe_of(adapter)
+        own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
+        own *= recipe["block_length"] or recipe["target_length"]
+        recipe["gradient_accumulation"] *= max(1, round(_trained_tokens(adapter) / own))  # of more processes
+        if changes := control_flags(recipe, window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
-    blanks = " ".join(f"--{name} ..." for name in ("data", "steps", "learning-rate", "lora-targets"))
-    flags = f"--method none --target-length {window} --block-length {window} {blanks}"
+    flags = f"--method none --target-length {window} --trained-length {window} --block-length {window} "
+    flags += " ".join(f"--{name} ..." for name in ("data", "steps", "learning-rate", "lora-targets"))
     return f"rope-extend finetune {shlex.quote(shown(row.model))} {flags} {output}"
 
 

@@ -16,7 +16,7 @@ from test_verdicts import CONTROL, PLAIN, cropped, judged
 
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
-from rope_extend.evaluation.evaluate import _lead, _trained_on
+from rope_extend.evaluation.evaluate import _control_command, _lead, _trained_on
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
@@ -124,7 +124,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
             main(shlex.split(code.text)[1:])
             assert "1 steps, 192 tokens" in capsys.readouterr().out
     blanks = "--data ... --steps ... --learning-rate ... --lora-targets ... --output elsewhere-control"
-    words = f"--method none --target-length 32 --block-length 32 {blanks}"
+    words = f"--method none --target-length 32 --trained-length 32 --block-length 32 {blanks}"
     assert code.text == f"rope-extend finetune {model} {words}"
     assert code.heading.endswith("In place of ..., what its training had")
     rows.append(cropped(1.0, "my run-control"))
@@ -145,6 +145,13 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         "the last.",
         "Its control was trained on 576: train the shorter longer.",
     ]
+    # Two processes train on twice as many tokens as the recipe says, and so does the control.
+    commands = [_control_command(tuned, str)]
+    with Path("my run/metrics.jsonl").open("a") as metrics:
+        metrics.write('{"tokens": 768}\n')
+    commands.append(_control_command(tuned, str))
+    one, two = (int(re.findall(r"--gradient-accumulation (\d+)", command)[0]) for command in commands)
+    assert two == 2 * one
     # What a row was trained on shows no gain: the same files, a part of them, or a directory that has them.
     whole = str(work / "data")
     for data in (whole, f"{whole}/a.txt", str(work), f"{whole}-of-others", "demo:evaluation"):
