@@ -10,7 +10,7 @@ A cheap check uses all of these pairs. An expensive one uses one kind in a famil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +98,10 @@ def in_families(
     return pytest.mark.parametrize(("family", "case"), parameters)
 
 
-def families(values: Sequence[FamilyCase] = FAMILIES) -> list[Any]:
-    """Families as parameters, for an expensive check: those that are not in `SHAPES` are marked `slow`."""
+def families(values: Sequence[FamilyCase] = FAMILIES, some: Collection[str] = SHAPES) -> list[Any]:
+    """Families as parameters, for an expensive check: those that are not in `some` are marked `slow`."""
     return [
-        pytest.param(value, id=str(value), marks=[pytest.mark.slow] * (str(value) not in SHAPES))
+        pytest.param(value, id=str(value), marks=[pytest.mark.slow] * (str(value) not in some))
         for value in values
     ]
 

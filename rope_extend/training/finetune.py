@@ -106,11 +106,7 @@ class FinetuneResult:
 
 
 def finetune(
-    recipe: Recipe,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    limit_memory: int | None = None,
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, limit_memory: int | None = None
 ) -> FinetuneResult:
     """Extend a model as the recipe says, train LoRA or all weights, and write the result and its metrics.
 
@@ -159,9 +155,7 @@ def _finetune(
     )
     lengths = evaluation_lengths(recipe, shape)
     before = None if checkpoint is None else read_state(checkpoint)
-    memory_options, chunk_size = _choose_memory_options(
-        recipe, lengths, load_options, sharding, before, reach
-    )
+    memory_options, chunk_size = _memory_options(recipe, lengths, load_options, sharding, before, reach)
     tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
         data = load_data(recipe, tokenizer, lengths, shape.trained_length)
@@ -265,6 +259,10 @@ def _trainer(
         per_device_train_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation,
         learning_rate=recipe.learning_rate,
+        warmup_steps=recipe.warmup_steps,  # linear from a tenth, then constant (2306.15595, section 3.1)
+        lr_scheduler_type="warmup_stable_decay",
+        # The last checkpoint has the rate of a step that may follow, which is before any decay.
+        lr_scheduler_kwargs={"min_lr_ratio": 0.1, "num_decay_steps": -1},
         adam_beta2=0.95,  # with no weight decay, and the norm clipped to 1, which are Trainer's defaults
         optim=recipe.optim,
         seed=recipe.seed,
@@ -289,7 +287,7 @@ def _trainer(
     )  # fmt: skip
 
 
-def _choose_memory_options(
+def _memory_options(
     recipe: Recipe,
     lengths: Sequence[int],
     load_options: LoadOptions,

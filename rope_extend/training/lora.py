@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,11 +194,9 @@ def _meant(model: Any, targets: str | Sequence[str], reach: TextReach) -> set[st
     for target in targets:
         found = {name for name in linear if f".{name}".endswith(f".{target}")}
         if not found & reach.layers:  # peft would silently ignore a target that is not there
-            reason = (
-                "LoRA cannot train on text in this model; choose among"
-                if found
-                else "this model does not have; its linear layers are"
-            )
+            reason = "this model does not have; its linear layers are"
+            if found:
+                reason = "LoRA cannot train on text in this model; choose among"
             leaves = ", ".join(sorted(set(map(_leaf, reach.layers if found else linear))))
             raise RopeExtendError(f"recipe: lora_targets has {target!r}, which {reason} {leaves}")
         meant |= found
@@ -215,12 +213,11 @@ def _norms_and_embedding(model: Any, reach: TextReach) -> set[str]:
     }
 
 
-def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:
+def _to_save(model: nn.Module, wanted: set[str]) -> list[str]:
     """Names of modules for `modules_to_save`, which peft compares with the last characters of all paths.
 
     That is the last name of a path, or all of it where another module ends like that.
     """
-    wanted = set(paths)
     others = {path for path, _ in model.named_modules()} - wanted
     return sorted(
         {

@@ -1,8 +1,7 @@
 """Memory options of training: gradient checkpointing, layers in tiles, and checkpoints in host memory.
 
 An option changes when a tensor exists, not what is computed: gradients stay the same. The options work on the
-layers of any family of transformers, and one call removes them. LoRA's
-matrices of one layer share their input in any case, see `_shared_inputs`.
+layers of any family of transformers. LoRA's matrices of a layer share their input in any case.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.helpers import disable_input_dtype_casting
@@ -33,9 +32,6 @@ NORM_TILES, NORM_TILE = 4, 4096
 
 _RECOMPUTE = "_gradient_checkpointing_func"
 """The attribute in which transformers gives each layer its checkpointing function."""
-
-MLP_NAMES = ("mlp", "feed_forward")
-"""Names of the MLP in the decoder layers of all families."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +162,8 @@ def replaced(name: str, functions: Mapping[nn.Module, Callable[..., Any]]) -> It
         yield
     finally:
         for module, own in before.items():
-            if own is None:
-                del module.__dict__[name]
-            else:
+            del module.__dict__[name]
+            if own is not None:
                 module.__dict__[name] = own
 
 
@@ -177,8 +172,8 @@ def tileable(model: nn.Module) -> list[nn.Module]:
 
     Mixtures of experts are not among them: their routing of a token may depend on other tokens.
     """
-    named = model.named_modules()
-    return [part for name, part in named if name.rpartition(".")[2] in MLP_NAMES and _takes_tiles(part)]
+    names = (".mlp", ".feed_forward")  # in the decoder layers of all families
+    return [part for name, part in model.named_modules() if name.endswith(names) and _takes_tiles(part)]
 
 
 def _takes_tiles(module: nn.Module) -> bool:
@@ -255,15 +250,14 @@ def _in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], tokens: int, h
 
 def _joined(run: Callable[[Tensor], Tensor], hidden: Tensor, size: int) -> Tensor:
     """Run all tiles, one after the other, into one tensor."""
-    out: Tensor | None = None
+    out: Any = None
     for start, tile in _tiles(hidden, size):
         piece = run(tile)
         if out is None:
             out = piece.new_empty((*hidden.shape[:-1], piece.shape[-1]))
         out.narrow(-2, start, tile.shape[-2]).copy_(piece)
         del piece
-    assert out is not None
-    return out
+    return cast(Tensor, out)
 
 
 def _tiles(hidden: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

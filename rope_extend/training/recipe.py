@@ -34,16 +34,12 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(TEXT.parse, items(value))))
 
 
-def _trackers(value: Any) -> tuple[str, ...]:
-    return _names(value) if value else ()
-
-
 def _targets(value: Any) -> str | tuple[str, ...]:
     return str(value) if value in ("attention", "all-linear", FULL) else _names(value)
 
 
 _TARGETS = Kind("attention, all-linear, none, or a list of module names", _targets)
-_TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
+_TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", lambda value: _names(value) if value else ())
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit")
 """Names of `TrainingArguments.optim` whose memory the plan knows."""
@@ -92,16 +88,13 @@ class Recipe(Config):
     examples: ClassVar[str] = "`rope-extend recipes`"
     flags: ClassVar[Mapping[str, str]] = {"output_dir": "--output"}
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "method": (
-            "method", "method_parameters", "start", "current_length", "trained_length",
-        ),
+        "method": ("method", "method_parameters", "start", "current_length", "trained_length"),
         "data and blocks": (
             "block_length", "positions", "packing", "mixed_windows", "short_share", "text_column", "split",
             "max_documents",
         ),
         "optimization": (
-            "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim",
-            "seed",
+            "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "optim", "seed",
         ),
         "LoRA and what is trained": (
             "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "train_norm_embed",
@@ -115,9 +108,7 @@ class Recipe(Config):
 
     model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
     data: Annotated[
-        str | tuple[str, ...],
-        SOURCES,
-        "long documents: a directory, file, glob, a list of them, or hub id",
+        str | tuple[str, ...], SOURCES, "long documents: a directory, file, glob, a list of them, or hub id"
     ]
     output_dir: Annotated[str, PATH, "directory of the run: adapter, record, recipe, metrics, checkpoints"]
     target_length: Annotated[
@@ -130,9 +121,7 @@ class Recipe(Config):
         "trains without an extension",
     ] = "yarn"
     method_parameters: Annotated[
-        dict[str, Any],
-        PARAMETERS,
-        "parameters of the method, such as beta_fast=32, except factor",
+        dict[str, Any], PARAMETERS, "parameters of the method, such as beta_fast=32, except factor"
     ] = field(default_factory=dict)
     start: Annotated[
         str, choice(*STARTS), "extend the pretrained RoPE, or the current table from the window that it reads"

@@ -171,14 +171,12 @@ def enter_directory(directory: Path, recipe: Recipe, step: int = 0, *, fresh: bo
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in {*_RUN_FILES, *checkpoint_files(directory)} if fresh else ():
-            path = directory / name
+        earlier = {*_RUN_FILES, *checkpoint_files(directory)} if fresh else ()
+        for path in [*map(directory.joinpath, earlier), *directory.glob(".metrics.jsonl.*")]:
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for unfinished in directory.glob(".metrics.jsonl.*"):
-            unfinished.unlink()
         prune(directory / CHECKPOINTS, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:

@@ -17,14 +17,7 @@ from rope_extend.attention.packed import takes_no_mask
 from rope_extend.attention.split_window import current_split
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.evaluation.forward_plan import planned_split
-from rope_extend.loss import (
-    IGNORED,
-    default_chunk_bytes,
-    hidden_states,
-    mean_loss,
-    next_token_loss,
-    shifted,
-)
+from rope_extend.loss import IGNORED, default_chunk_bytes, hidden_states, mean_loss, next_token_loss, shifted
 from rope_extend.memory.budget import quantized_savings
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import META, DirectKernelCalls, dry_run, of_all_layers, quiet_patching
@@ -151,6 +144,7 @@ class StepEstimator:
                 counter.peak = counter.live
                 optimizer.make_gradients()
                 optimizer.update()
+                self.model.zero_grad()
             held = counter.live
             updating = counter.peak - held
             if self.masked:
@@ -169,7 +163,7 @@ class StepEstimator:
             counter.peak = counter.live
             loss.backward()  # type: ignore[no-untyped-call]
             backward = counter.peak - held
-            optimizer.free()
+            self.model.zero_grad()
             shares.clear()
         return [held - frozen + size * buckets, forward, backward, updating, pinned.count]
 
@@ -201,24 +195,19 @@ class _Optimizer:
             parameter.grad = torch.zeros_like(parameter)
 
     def update(self) -> None:
-        """Clip the gradients, make a step, and free them."""
+        """Clip the gradients, and make a step."""
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         if self.own is not None:
             self.own.step()
         elif not self.moments:
             sizes = [2 * self._moment(value) for value in self.parameters]
             self.moments = [torch.empty(size, dtype=torch.uint8, device=META) for size in sizes]
-        self.free()
 
     def _moment(self, value: Tensor) -> int:
         """Bytes of a moment. bitsandbytes has 8 bits with a scale for each 256, except for some tensors."""
         size = value.numel()
         small = self.small and size >= 4096 and value not in self.embeddings
         return size + 4 * -(-size // 256) if small else 4 * size
-
-    def free(self, *_: Tensor) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 class _PinnedBytes:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,14 +90,10 @@ class TrainingPlan:
         """Whether the evaluations fit as well, if there are any."""
         return self.evaluation is None or self.budget.fits(self.evaluation)
 
-    @property
-    def quantized(self) -> StepEstimate | None:
-        """The step with weights of 4 bits, if the model can have them."""
-        return self.steps[-1] if self.steps[-1].quantized else None
-
     def in_four_bits(self) -> TrainingPlan:
         """The plan with weights of 4 bits, if the model can have them."""
-        chosen, evaluation = self.quantized or self.chosen, self.evaluation
+        chosen = self.steps[-1] if self.steps[-1].quantized else self.chosen
+        evaluation = self.evaluation
         if evaluation is not None:  # in the chunks that the larger weights left memory for
             evaluation = replace(evaluation, weights=chosen.weights)
         return replace(self, chosen=chosen, evaluation=evaluation)
@@ -151,10 +148,9 @@ class TrainingPlan:
         }
 
     def __str__(self) -> str:
-        first, *others = self.steps
-        options = ", ".join(first.parts) or "no memory options"
-        rows: list[tuple[str, MemoryEstimate, str]] = [(options, first, "")]
-        for before, step in zip(self.steps, others, strict=False):
+        options = ", ".join(self.steps[0].parts) or "no memory options"
+        rows: list[tuple[str, MemoryEstimate, str]] = [(options, self.steps[0], "")]
+        for before, step in pairwise(self.steps):
             added = [part for part in step.parts if part not in before.parts]
             rows.append((f"+ {', '.join(added)}", step, ""))
         if (window := self.evaluation) is not None:
@@ -249,11 +245,10 @@ def plan_training(
     else:
         budget = Budget(device, load_options.limit_memory or sys.maxsize)
 
-    def estimate_steps() -> tuple[TrainingPlan, int, StepEstimator]:
+    def estimate_steps() -> tuple[TrainingPlan, StepEstimator]:
         with ExitStack() as stack:
             estimator = StepEstimator(stack, recipe, empty, weights, device, sharding, reach)
-            plan = _plan_steps(estimator, candidates, budget)
-            return plan, estimator.gathered(gradients=False) if sharding.weights else 0, estimator
+            return _plan_steps(estimator, candidates, budget), estimator
 
     estimated = try_estimate(estimate_steps, empty, "a step")
     if estimated is None or not evaluation_lengths:
@@ -295,8 +290,7 @@ def check_recipe(recipe: Recipe, sharding: Sharding) -> tuple[RopeShape, TextRea
     chunked_loss(model).remove()
     with extended(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
-            positions, target = recipe.positions, recipe.target_length
-            check_sampled(positions, patch.encoding, patch.shape, model.config, target)
+            check_sampled(recipe.positions, patch.encoding, patch.shape, model.config, recipe.target_length)
         if recipe.packing != UNPACKED:
             check_packing(patch.encoding, model.config)
         if recipe.mixed_windows:
@@ -357,14 +351,12 @@ def _plan_steps(
     )  # fmt: skip
 
 
-def _with_evaluation(plan: TrainingPlan, gathered: int, run: StepEstimator, tokens: int) -> TrainingPlan:
-    """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments.
-
-    `gathered` is what FSDP2 adds to the weights.
-    """
+def _with_evaluation(plan: TrainingPlan, run: StepEstimator, tokens: int) -> TrainingPlan:
+    """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments."""
     step, recipe, empty, model = plan.chosen, plan.recipe, run.base, run.model.eval()
     with quiet_patching(), extended(empty, recipe):  # what the encoding learns is counted as trained
         learned = sum(value.nbytes for value in learned_parameters(empty).values())
+        gathered = run.gathered(gradients=False) if run.sharding.weights else 0
 
     @contextmanager
     def as_trained() -> Iterator[None]:

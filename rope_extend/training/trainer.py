@@ -12,19 +12,18 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LinearLR
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -51,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SKIPPED = 3
 """Number of consecutive steps that may be skipped, because their loss or gradient is not finite."""
-
-_Result = TypeVar("_Result")
 
 
 class FinetuneInterrupted(SystemExit):
@@ -143,8 +140,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         self._evaluated = "" if run is None else fingerprint(run.data.held_out)
         self.loss = self.norm = math.nan
 
-    # Resuming and stopping
-
     def train(self, resume_from_checkpoint: bool | str | None = None, **options: Any) -> Any:
         """As `Trainer.train`; True resumes from the newest intact checkpoint, or begins if there is none.
 
@@ -175,7 +170,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             self.steps.release()
         signum, done, steps = self.steps.agreed, self.state.global_step, self.state.max_steps
         if signum and done < steps:
-            saved = _checkpoint_of(self.args, done)
+            saved = checkpoints(output)[-1]
             logger.warning(
                 "%s: stopped after step %d of %d and saved %s. To resume, run the same command with --resume "
                 "(resume=True)", signal.Signals(signum).name, done, steps, saved,
@@ -187,7 +182,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """Write a checkpoint under another name, which becomes its own when it is complete and on disk."""
         args, step = self.args, self.state.global_step
         output, keep = args.output_dir, args.save_total_limit
-        final = _checkpoint_of(args, step)
+        final = Path(output, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         partial = final.with_name(f"{PARTIAL}{step}")
         try:
             if args.should_save:
@@ -211,18 +206,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 "the disk, then resume the run"
             ) from error
         self.accelerator.wait_for_everyone()
-
-    # Steps
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """That of a recipe: linear from a tenth, then constant (2306.15595, section 3.1)."""
-        if self.run is None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        warmup = self.run.recipe.warmup_steps
-        start = 0.1 if warmup else 1.0
-        self.lr_scheduler = LinearLR(optimizer or self.optimizer, start, total_iters=warmup)
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
 
     def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
         """As in `Trainer`; processes that share each window get the same blocks."""
@@ -299,8 +282,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         )
         logger.warning("%s; the step is skipped and changes no weight (%d so far)", problem, state.skipped)
 
-    # Measurements
-
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As in `Trainer`, with more numbers of a step, which `metrics.jsonl` gets too."""
         state, of_step = self.progress, "loss" in logs
@@ -336,15 +317,20 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return dict(super().evaluate(*args, **options))
         data, main, step = self.run.data, self.is_world_process_zero(), self.progress.step
-        chunked = RunOptions(chunk=self.run.chunk_size)
-        self.model.eval()
-
-        def measure(model: Any) -> Any:
-            return perplexity(model, data.held_out, data.lengths, options=chunked, progress=main)
-
-        with self.autocast_smart_context_manager():
-            result = gathered(self.model, measure)
-        self.model.train()
+        chunked, model = RunOptions(chunk=self.run.chunk_size), self.model.eval()
+        model.measure = partial(
+            perplexity, model, data.held_out, data.lengths, options=chunked, progress=main
+        )
+        register_fsdp_forward_method(model, "measure")  # FSDP gathers outer weights only in such a method
+        try:
+            with self.autocast_smart_context_manager(), torch.no_grad():
+                result = model.measure()
+        finally:
+            del model.measure
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # FSDP keeps weights of some for a backward pass
+                module.reshard()
+        model.train()
         if self.args.device.type == "cuda":  # the next measurements are of training steps alone
             torch.cuda.reset_peak_memory_stats(self.args.device)
         if main:
@@ -368,29 +354,6 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             for length, value in line["perplexity"].items()
             if int(length) in lengths  # as text, of a checkpoint
         }
-
-
-def gathered(model: torch.nn.Module, function: Callable[[Any], _Result]) -> _Result:
-    """Call a function with a model, while FSDP gathers the weights of its outermost module.
-
-    FSDP gathers the weights of a module only in its own forward.
-    """
-    named: Any = model
-    named.with_all_weights = lambda: function(model)
-    register_fsdp_forward_method(model, "with_all_weights")
-    try:
-        with torch.no_grad():
-            result: _Result = named.with_all_weights()
-    finally:
-        del named.with_all_weights
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # FSDP keeps weights of some for a backward pass
-            module.reshard()
-    return result
-
-
-def _checkpoint_of(args: TrainingArguments, step: int) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc]

@@ -98,19 +98,18 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
     def __init__(
         self, parts: Any, collator: PositionCollator | None = None, count: int | None = None
     ) -> None:
-        self._parts, self._collator = parts, collator
-        self._stream, self._count = count is not None, len(parts) if count is None else count
+        self._parts, self._collator, self._count = parts, collator, count
         MADE.add(self)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._parts) if self._count is None else self._count
 
     def __getitem__(self, index: int) -> Item:
         number = range(len(self))[index]
         item = dict(self._parts[number])
         if self._collator is not None:
             return self._collator.placed(item, number)
-        if "position_ids" in item or self._stream:
+        if "position_ids" in item or self._count is not None:
             return item
         return {**item, "attention_mask": torch.ones_like(item["input_ids"])}  # which TRL needs
 

@@ -51,9 +51,9 @@ def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
             assert f"up to {estimate.longest_block:,} tokens" in said
             continue
         quantized = "--quantize 4bit" in said
-        step = estimate.quantized if quantized else estimate.chosen
+        step = (estimate.in_four_bits() if quantized else estimate).chosen
         assert quantized != estimate.fits
-        assert step is not None
+        assert step.quantized or not quantized
         assert estimate.budget.fits(step)
         shown = re.match(r"([\d.]+) GB", said)
         assert shown is not None

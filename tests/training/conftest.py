@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from runs import Action, AtStep, settings
@@ -54,7 +55,5 @@ def finished(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if weights are loaded: refusals must come before."""
 
-    def loading(*_: Any, **__: Any) -> None:
-        raise AssertionError("the weights were loaded")
-
+    loading = Mock(side_effect=AssertionError("the weights were loaded"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)

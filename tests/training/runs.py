@@ -26,6 +26,16 @@ def settings(work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def described(**changes: Any) -> Recipe:
+    """A recipe of files that are not there."""
+    return Recipe(**{"model": "m", "data": "d", "output_dir": "o", "target_length": TARGET, **changes})
+
+
+def saved(recipe: Recipe, step: int) -> Path:
+    """A checkpoint of a run."""
+    return Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}")
+
+
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(directory) / "adapter_model.safetensors")
 

@@ -22,7 +22,7 @@ from several_processes import launch
 from test_distributed import AS_IF_GPUS, CONTEXT, RING_ON_CPU
 from test_loss import IGNORED, VOCABULARY, batch, gradients, tiny
 from tolerances import GAIN, TERMS, assert_same_but_rounding, rounding
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -63,25 +63,14 @@ INPUTS = {
 }
 
 
-def step(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Loss and gradients of a training step; the first row alone if its positions are packed."""
     model.zero_grad(set_to_none=True)
     rows = slice(0, 1) if "position_ids" in inputs else slice(None)
     inputs = {name: value[rows] if getattr(value, "ndim", 0) else value for name, value in inputs.items()}
     loss: torch.Tensor = model(IDS[rows], **inputs)[0]
     loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def assert_same_step(model: Any, inputs: dict[str, Any]) -> None:
-    expected, stock = step(model, inputs)
-    with rx.chunked_loss(model, chunk_bytes=SMALL):
-        loss, found = step(model, inputs)
-    assert loss.dtype == expected.dtype == torch.float32
-    assert_same_but_rounding(loss, expected)
-    assert found.keys() == stock.keys()
-    for name, value in stock.items():
-        assert_same_but_rounding(found[name], value)
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
@@ -89,7 +78,13 @@ def test_loss_and_gradients_are_those_of_the_models_own_forward(inputs: dict[str
     model = tiny("llama", attn_implementation="sdpa")
     rx.extend(model, 512, "yarn")
     adapter = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    assert_same_step(adapter, inputs)
+    stock = step(adapter, inputs)
+    with rx.chunked_loss(adapter, chunk_bytes=SMALL):
+        found = step(adapter, inputs)
+    assert found.keys() == stock.keys()
+    for name, value in stock.items():
+        assert found[name].dtype == value.dtype == torch.float32
+        assert_same_but_rounding(found[name], value)
 
 
 def test_it_is_undone_and_copies_are_their_own() -> None:
@@ -164,27 +159,12 @@ def test_memory_of_a_long_step_with_a_large_vocabulary() -> None:
         assert peak() <= 0.3 * stock
 
 
-class InOrder(Trainer):  # type: ignore[misc]
-    """A Trainer that reads its dataset in order."""
-
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
-
-    _get_eval_sampler = _get_train_sampler
-
-
-class SFTInOrder(InOrder, SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer, which reads a dataset with columns."""
-
-
 def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **changes: Any) -> Trainer:
     settings = {
-        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1, "report_to": [],
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant",
-        "adam_beta2": 0.95, "max_grad_norm": 1.0, "use_cpu": True, "disable_tqdm": True, "seed": 0,
-        "save_strategy": "no", "bf16": False, "gradient_checkpointing": True, "optim": "adamw_torch",
-        "train_sampling_strategy": "sequential", **changes,
+        "output_dir": str(output), "max_steps": 3, "per_device_train_batch_size": 1, "report_to": [],
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "adam_beta2": 0.95, "use_cpu": True,
+        "disable_tqdm": True, "seed": 0, "save_strategy": "no", "bf16": False, "optim": "adamw_torch",
+        "gradient_checkpointing": True, "train_sampling_strategy": "sequential", **changes,
     }  # fmt: skip
     if kind == "RopeTrainer":
         return rx.RopeTrainer(model, TrainingArguments(**settings), train_dataset=blocks)
@@ -193,23 +173,12 @@ def trainer(kind: str, model: Any, blocks: Any, output: Path, tokenizer: Any, **
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     common = {"callbacks": callbacks, "processing_class": tokenizer}
     if kind == "Trainer":
-        return InOrder(model, TrainingArguments(**settings), train_dataset=blocks, **common)
+        return Trainer(model, TrainingArguments(**settings), train_dataset=blocks, **common)
     data, collator = settings.pop("data", None), settings.pop("collator", default_data_collator)
     rows = datasets.Dataset.from_list([{k: v.tolist() for k, v in block.items()} for block in blocks])
     right = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-    return SFTInOrder(
-        model, SFTConfig(**right | settings), train_dataset=data or rows, data_collator=collator, **common
-    )
-
-
-def by_recipe(recipe: Recipe, output: Path, **changes: Any) -> Recipe:
-    """A run of a recipe, at settings that the trainers of this file have too."""
-    run = replace(
-        recipe, steps=3, learning_rate=1e-2, warmup_steps=0, lora_dropout=0.0, gradient_checkpointing=True,
-        method="yarn", output_dir=str(output), **changes,
-    )  # fmt: skip
-    finetune(run)
-    return run
+    arguments = SFTConfig(**right | settings)
+    return SFTTrainer(model, arguments, train_dataset=data or rows, data_collator=collator, **common)
 
 
 def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
@@ -236,7 +205,16 @@ def train(kind: str, run: Recipe, output: Path, **changes: Any) -> Trainer:
     return training
 
 
-def assert_same_adapter(run: Recipe, output: Path) -> None:
+@pytest.mark.parametrize("kind", ["Trainer", "RopeTrainer", "SFTTrainer"])
+@pytest.mark.parametrize("packing", ["none", "restart"])
+def test_trainers_end_with_the_adapter_of_the_command(
+    recipe: Recipe, tmp_path: Path, packing: str, kind: str
+) -> None:
+    """Bit for bit, unless TRL computes the loss, or a mask separates documents instead of their lengths."""
+    same = {"learning_rate": 1e-2, "warmup_steps": 0, "lora_dropout": 0.0, "gradient_checkpointing": True}
+    run, output = replace(recipe, method="yarn", steps=3, packing=packing, **same), tmp_path / "theirs"
+    finetune(run)
+    trained = train(kind, run, output, gradient_accumulation_steps=2, logging_steps=1)
     ours, theirs = weights(run.output_dir), weights(output)
     assert ours.keys() == theirs.keys()
     errors = torch.cat([(theirs[name] - value).abs().flatten() for name, value in ours.items()])
@@ -245,24 +223,12 @@ def assert_same_adapter(run: Recipe, output: Path) -> None:
     assert float((errors <= bound).float().mean()) >= 0.999
     before, after = (rx.current_patch(rx.load(each)) for each in (run.output_dir, output))
     assert before.encoding == after.encoding
-
-
-@pytest.mark.parametrize("kind", ["Trainer", "RopeTrainer", "SFTTrainer"])
-@pytest.mark.parametrize("packing", ["none", "restart"])
-def test_trainers_end_with_the_adapter_of_the_command(
-    recipe: Recipe, tmp_path: Path, packing: str, kind: str
-) -> None:
-    """Bit for bit, unless TRL computes the loss, or a mask separates documents instead of their lengths."""
-    run = by_recipe(recipe, tmp_path / "ours", packing=packing)
-    trained = train(kind, run, tmp_path / "theirs", gradient_accumulation_steps=2, logging_steps=1)
-    assert_same_adapter(run, tmp_path / "theirs")
     logged = [line for line in trained.state.log_history if "grad_norm" in line]
     for line, other in zip(metrics(run.output_dir), logged, strict=True):
-        assert (line["loss"], line["grad_norm"]) == pytest.approx(
-            (other["loss"], other["grad_norm"]), rel=1e-4
-        )
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-4)
     if kind != "SFTTrainer" and packing == "none":
-        assert_same(weights(run.output_dir), weights(tmp_path / "theirs"))
+        assert_same(ours, theirs)
 
 
 IN_RINGS = """
@@ -334,11 +300,18 @@ def test_trl_trains_the_blocks_that_it_was_given_or_stops_before_the_first_step(
     assert torch.equal(seen[0][0], blocks[0]["position_ids"])
 
 
-def test_sampled_positions_follow_from_the_number_of_a_block(extended: Any) -> None:
+def extended() -> Any:
+    model = llama()
+    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=256)
+    return model
+
+
+def test_sampled_positions_follow_from_the_number_of_a_block() -> None:
+    model = extended()
     documents = [rx.Document("one", torch.arange(200) % 60), rx.Document("short", torch.arange(9))]
-    blocks = rx.blocks(documents, 32, positions="pose", model=extended, seed=3)
+    blocks = rx.blocks(documents, 32, positions="pose", model=model, seed=3)
     collator = rx.PositionCollator("pose", 256, seed=3)
-    again = rx.blocks(documents, "32", positions="pose", model=extended, seed=3)
+    again = rx.blocks(documents, "32", positions="pose", model=model, seed=3)
     plain = rx.blocks(documents, 32)
     assert len(blocks) == len(plain) == 6
     for number in (5, 0, -1):
@@ -374,13 +347,6 @@ def test_packed_documents_do_not_see_each_other(family: str, mask: torch.Tensor 
     assert set(blocks[0]) == {"input_ids", "labels", "position_ids"}
 
 
-@pytest.fixture
-def extended() -> Any:
-    model = llama()
-    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=256)
-    return model
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -393,18 +359,17 @@ def extended() -> Any:
         ({"length": 500}, "none of 1 documents has 500 tokens"),
         ({"packing": True, "length": 500}, "400 tokens together"),
         ({"packing": True, "chunked": False}, r"needs rope_extend.chunked_loss\(model\)"),
-        ({"positions": "pose", "method": ("alibi", {})}, "only rotary methods use sampled positions"),
+        ({"positions": "pose", "method": "alibi"}, "only rotary methods use sampled positions"),
     ],
     ids=str,
 )
-def test_blocks_that_do_not_suit_the_model_are_refused(
-    extended: Any, options: dict[str, Any], message: str
-) -> None:
-    options = {"length": 32, "model": extended, **options}
+def test_blocks_that_do_not_suit_the_model_are_refused(options: dict[str, Any], message: str) -> None:
+    model = extended()
+    options = {"length": 32, "model": model, **options}
     if options.pop("chunked", True):
-        rx.chunked_loss(extended)
+        rx.chunked_loss(model)
     if method := options.pop("method", None):
-        rx.patch_model(extended, rx.encoding(method[0], **method[1]), target_length=256)
+        rx.patch_model(model, rx.encoding(method), target_length=256)
     documents = [rx.Document("one", torch.arange(400) % 60)]
     with pytest.raises(RopeExtendError, match=message):
         rx.blocks(documents, **options)
@@ -431,13 +396,12 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
 def made(output: Path, data: Any = ROWS, **changes: Any) -> rx.RopeTrainer:
     options = {name: changes.pop(name) for name in ("callbacks", "eval_dataset") if name in changes}
-    model = llama()
-    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=256)
     settings = {
         "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "report_to": [],
         "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, **changes,
     }  # fmt: skip
-    return rx.RopeTrainer(model, TrainingArguments(str(output), **settings), train_dataset=data, **options)
+    arguments = TrainingArguments(str(output), **settings)
+    return rx.RopeTrainer(extended(), arguments, train_dataset=data, **options)
 
 
 SHORT = [{name: ids[:8] for name, ids in row.items()} for row in ROWS]

@@ -17,9 +17,10 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama, tiny_model
-from runs import assert_same, metrics, settings, tokenizer_of, weights
+from runs import assert_same, described, metrics, saved, settings, weights
 from safetensors.torch import load_file
 from several_processes import launch
+from transformers import PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -95,9 +96,10 @@ def written(recipe: Recipe, where: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the base model, and with the runs in one process that several tests compare with."""
     directory = tmp_path_factory.mktemp("one-process")
+    PreTrainedTokenizerFast.from_pretrained(work / "model").save_pretrained(directory / "base")
     base = tiny_llama(tie_word_embeddings=True)  # so that trained embeddings are a trained head
     base.save_pretrained(directory / "base")
     return directory
@@ -105,13 +107,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(work: Path, shared: Path, tmp_path: Path, private_cache: None) -> Recipe:
-    recipe = Recipe(
-        **{**settings(work), "lora_dropout": 0.0, "steps": 4, "save_every": 2, "gradient_accumulation": 4},
-        output_dir=str(tmp_path / "one"),
-    )
-    if not (shared / "base" / "tokenizer.json").exists():
-        tokenizer_of(recipe).save_pretrained(shared / "base")
-    return replace(recipe, model=str(shared / "base"), eval_data=str(work / "data" / "a.txt"), eval_every=2)
+    return Recipe(**settings(work) | {
+        "lora_dropout": 0.0, "steps": 4, "save_every": 2, "gradient_accumulation": 4, "eval_every": 2,
+        "model": str(shared / "base"), "eval_data": str(work / "data" / "a.txt"),
+        "output_dir": str(tmp_path / "one"),
+    })  # fmt: skip
 
 
 @pytest.fixture
@@ -201,8 +201,7 @@ def test_several_processes_train_as_one(
     for one, other in zip(ones, others, strict=True):
         assert_close(other, one)
         assert read_record(one.output_dir).base_fingerprint == read_record(other.output_dir).base_fingerprint
-        checkpoint = Path(other.output_dir, "checkpoints", "checkpoint-4")
-        states = {path.name for path in checkpoint.glob("rng_state*")}
+        states = {path.name for path in saved(other, 4).glob("rng_state*")}
         assert states == {f"rng_state_{rank}.pth" for rank in range(processes)}
         if environment is FSDP:
             assert re.search(r"sharded (\d+) of \1\n", said)
@@ -300,9 +299,8 @@ def test_what_cannot_be_cut_is_refused_before_weights_are_loaded(
 
 def check(sharding: Sharding, method: str, model: Any = None, **changes: Any) -> None:
     model = model or tiny_llama()
-    run = Recipe(**{"model": "m", "data": "d", "output_dir": "o", "target_length": 128, **changes})
     with rx.extend(model, 128, method) as patch:
-        sharding.check(patch, model, run)
+        sharding.check(patch, model, described(**changes))
 
 
 def test_only_rotary_methods_with_one_table_can_be_cut() -> None:

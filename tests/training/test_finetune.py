@@ -13,12 +13,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from cases import TRAINED, tiny_llama
+from cases import TRAINED, tiny_llama, tiny_model
 from covering import few
-from runs import TARGET, assert_same, metrics, tokenizer_of, weights
-from safetensors.torch import load_file
+from runs import TARGET, assert_same, metrics, saved, tokenizer_of, weights
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
@@ -34,31 +33,36 @@ from rope_extend.training.lora import extended, lora_config
 from rope_extend.training.trainer import RopeTrainer
 from rope_extend.training.training_data import load_data
 
+IDS = torch.arange(2 * TARGET).remainder(251).view(2, TARGET)
 
-def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
-    result = finetune(replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4))
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def on_base(recipe: Recipe, base: Any, directory: Path) -> Recipe:
+    """The recipe for another base model, which is saved."""
+    base.save_pretrained(directory / "base")
+    tokenizer_of(recipe).save_pretrained(directory / "base")
+    return replace(recipe, model=str(directory / "base"))
+
+
+def test_a_run_leaves_an_adapter_with_its_record_recipe_and_metrics(recipe: Recipe, work: Path) -> None:
+    recipe = replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4)
+    result = finetune(recipe)
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
         "checkpoints", "README.md",
     }  # fmt: skip
-    assert Recipe.from_yaml(directory / "recipe.yaml") == replace(
-        recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4
-    )
+    assert Recipe.from_yaml(directory / "recipe.yaml") == recipe
     record = read_record(directory)
     assert record.encoding == result.patch.encoding
     assert (record.target_length, record.shape.trained_length) == (TARGET, TRAINED)
     assert record.base_model == recipe.model
-
-    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
-    reloaded = load(directory)
-    with torch.no_grad():
-        ours, theirs = result.model(ids).logits, reloaded(ids).logits
-        base = AutoModelForCausalLM.from_pretrained(recipe.model)(ids).logits
-    assert torch.equal(ours, theirs)
-    assert not torch.allclose(ours, base, atol=1e-2)
-    assert current_patch(reloaded) is not None
-
+    assert current_patch(load(directory)) is not None
     assert (result.steps, result.tokens) == (8, 8 * 2 * TARGET)
     assert result.share_beyond == (TARGET - TRAINED) / TARGET
     lines = metrics(directory)
@@ -77,24 +81,18 @@ def test_warm_up_rises_from_a_tenth_and_stays(recipe: Recipe, finished: Path) ->
     assert rates == pytest.approx([0.1, 0.4, 0.7, 1, 1, 1, 1, 1])
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "all-linear": {"lora_targets": "all-linear"},
-    "norms and embeddings": {"train_norm_embed": True},
-    "all of it": {"train_norm_embed": True, "lora_targets": "all-linear"},
-}
-
-
-@pytest.mark.parametrize(("way", "tied"), few(product(WAYS, (False, True)), 3))
+@pytest.mark.parametrize(
+    ("targets", "more", "tied"), few(product(("attention", "all-linear"), (False, True), (False, True)), 3)
+)
 def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
-    recipe: Recipe, tmp_path: Path, way: str, tied: bool
+    recipe: Recipe, tmp_path: Path, targets: str, more: bool, tied: bool
 ) -> None:
+    """With `more`, norms and embeddings are trained too."""
     torch.manual_seed(1)
     base = tiny_llama(tie_word_embeddings=tied)
-    base.save_pretrained(tmp_path / "base")
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
-    recipe = replace(recipe, **WAYS[way], model=str(tmp_path / "base"), steps=4)
+    before = base.state_dict()
+    recipe = on_base(recipe, base, tmp_path)
+    recipe = replace(recipe, lora_targets=targets, train_norm_embed=more, steps=4)
     result = finetune(recipe)
 
     frozen = {
@@ -106,20 +104,16 @@ def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
     assert all(torch.equal(value, before[name]) for name, value in frozen.items())
     linear = {name for name in before if "proj" in name}
     assert linear <= frozen.keys()
-    assert ("train_norm_embed" in WAYS[way]) == any("norm" in name for name in trained)
+    for part in ("norm", "embed"):
+        assert more == any(part in name for name in trained)
     adapted = {name for name in linear if any(name.removesuffix("weight") in one for one in trained)}
-    everywhere = WAYS[way].get("lora_targets") == "all-linear"
-    assert adapted == (linear if everywhere else {name for name in linear if "self_attn" in name})
+    assert adapted == {name for name in linear if targets == "all-linear" or "self_attn" in name}
 
-    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
     rx.merge(recipe.output_dir, tmp_path / "merged")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    with torch.no_grad():
-        ours = result.model(ids).logits
-        assert torch.equal(ours, load(recipe.output_dir)(ids).logits)
-        assert_same_but_rounding(stock(ids).logits, ours)
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits
-    assert not torch.allclose(ours, plain, atol=1e-2)
+    stock, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), logits(result.model)
+    assert torch.equal(ours, logits(load(recipe.output_dir)))
+    assert_same_but_rounding(logits(stock), ours)
+    assert not torch.allclose(ours, logits(base), atol=1e-2)
     assert stock.config.tie_word_embeddings == tied
 
 
@@ -128,22 +122,15 @@ def test_all_weights_are_trained_saved_and_resumed(
     recipe: Recipe, tmp_path: Path, optim: str, tied: bool
 ) -> None:
     base = tiny_llama(tie_word_embeddings=tied)
-    base.save_pretrained(tmp_path / "base")
-    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
-    recipe = replace(
-        recipe, model=str(tmp_path / "base"), lora_targets="none", lora_dropout=0, optim=optim, steps=4
-    )
+    recipe = on_base(recipe, base, tmp_path)
+    recipe = replace(recipe, lora_targets="none", lora_dropout=0, optim=optim, steps=4)
     result = finetune(recipe)
     before = base.state_dict()
     assert all(not torch.equal(value, before[name]) for name, value in result.model.named_parameters())
-    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
-    checkpoint = Path(recipe.output_dir, "checkpoints", "checkpoint-4")
-    with torch.no_grad():
-        ours = result.model(ids).logits
-        for path in (recipe.output_dir, checkpoint):
-            assert torch.equal(ours, load(path)(ids).logits)
-        stock = AutoModelForCausalLM.from_pretrained(recipe.output_dir)
-        assert_same_but_rounding(stock(ids).logits, ours)
+    ours, stock = logits(result.model), AutoModelForCausalLM.from_pretrained(recipe.output_dir)
+    for path in (recipe.output_dir, saved(recipe, 4)):
+        assert torch.equal(ours, logits(load(path)))
+    assert_same_but_rounding(logits(stock), ours)
     assert stock.config.use_cache
     assert PreTrainedTokenizerFast.from_pretrained(recipe.output_dir)
     with pytest.raises(RopeExtendError, match="there is nothing to merge: a model of which all weights"):
@@ -167,32 +154,24 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
     recipe = replace(recipe, dtype="bfloat16", train_norm_embed=True, steps=3, eval_data=recipe.data)
     result = finetune(recipe)
     assert all(1 < value < 1000 for value in result.perplexity.values())
-    state = torch.load(Path(recipe.output_dir, "checkpoints/checkpoint-3/optimizer.pt"), weights_only=True)
+    state = torch.load(saved(recipe, 3) / "optimizer.pt", weights_only=True)
     assert {v.dtype for s in state["state"].values() for v in s.values()} == {torch.float32}
     assert {v.dtype for n, v in weights(recipe.output_dir).items() if "lora" in n} == {torch.float32}
-    ids = torch.arange(TARGET)[None]
-    with torch.no_grad():
-        ours = result.model(ids).logits
-        theirs = load(recipe.output_dir, dtype=torch.bfloat16)(ids).logits
+    ours = logits(result.model)
     assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, theirs)
-
-
-def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Make the loss of some steps NaN."""
-    original = RopeTrainer.compute_loss
-
-    def loss(trainer: RopeTrainer, *args: Any, **options: Any) -> Any:
-        value = original(trainer, *args, **options)
-        return value * math.nan if trainer.state.global_step + 1 in steps else value
-
-    monkeypatch.setattr(RopeTrainer, "compute_loss", loss)
+    assert torch.equal(ours, logits(load(recipe.output_dir, dtype=torch.bfloat16)))
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interruption(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    poisoned(monkeypatch, {1, 4, 5})
+    original = RopeTrainer.compute_loss
+
+    def poisoned(trainer: RopeTrainer, *args: Any, **options: Any) -> Any:
+        value = original(trainer, *args, **options)
+        return value * math.nan if trainer.state.global_step + 1 in {1, 4, 5} else value
+
+    monkeypatch.setattr(RopeTrainer, "compute_loss", poisoned)
     recipe = replace(recipe, save_every=1, keep_checkpoints=9)
     result = finetune(recipe)
     assert (result.steps, result.skipped) == (8, 3)
@@ -202,16 +181,11 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
     assert {line["step"]: line["skipped"] for line in lines if "skipped" in line} == {1: 1, 4: 2, 5: 3}
     assert all(("loss" in line) != ("skipped" in line) for line in lines)
     assert "step 4: the loss is nan" in caplog.text
-    saved = {
-        step: load_file(
-            Path(recipe.output_dir, "checkpoints", f"checkpoint-{step}", "adapter_model.safetensors")
-        )
-        for step in range(1, 9)
-    }
-    assert_same(saved[3], saved[4])
-    assert_same(saved[4], saved[5])
-    assert any(not torch.equal(value, saved[6][name]) for name, value in saved[5].items())
-    assert all(value.isfinite().all() for value in saved[8].values())
+    third, fourth, fifth, sixth = (weights(saved(recipe, step)) for step in (3, 4, 5, 6))
+    assert_same(third, fourth)
+    assert_same(fourth, fifth)
+    assert any(not torch.equal(value, sixth[name]) for name, value in fifth.items())
+    assert all(value.isfinite().all() for value in weights(recipe.output_dir).values())
 
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=4))
@@ -245,25 +219,19 @@ def test_a_loss_that_is_never_finite_stops_the_run(recipe: Recipe, tmp_path: Pat
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
-    model.save_pretrained(tmp_path / "broken")
-    tokenizer_of(recipe).save_pretrained(tmp_path / "broken")
     with pytest.raises(
         RopeExtendError, match=r"step 4: the loss is (nan|inf).*4 consecutive steps.*lower learning_rate"
     ):
-        finetune(replace(recipe, model=str(tmp_path / "broken")))
+        finetune(on_base(recipe, model, tmp_path))
 
 
 def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
-    names = lora_config(tiny_llama(num_hidden_layers=1), recipe).target_modules
-    assert names == {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
-    neox = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-        )
-    )
-    assert lora_config(neox, recipe).target_modules == {
-        f"gpt_neox.layers.0.attention.{name}" for name in ("query_key_value", "dense")
-    }
+    for family, part, names in (
+        ("llama", "model.layers.{}.self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("gpt_neox", "gpt_neox.layers.{}.attention", ("query_key_value", "dense")),
+    ):
+        found = lora_config(tiny_model(family), recipe).target_modules
+        assert found == {f"{part.format(layer)}.{name}" for layer in (0, 1) for name in names}
 
 
 def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_named(
@@ -285,18 +253,15 @@ def test_a_hub_dataset_is_evaluated_on_its_validation_split_or_the_one_that_is_n
 def test_drope_recalibrates_at_the_trained_length_and_scales_beyond(recipe: Recipe) -> None:
     """Training within the window scales nothing; the saved model scales by the length."""
     result = finetune(replace(recipe, method="drope", block_length=TRAINED, lora_targets="all-linear"))
-    ids = torch.arange(2 * TARGET).remainder(251).view(2, TARGET)
-    saved = read_record(recipe.output_dir).encoding.to_dict()
-    assert saved == {"name": "drope", "factor": 4.0, "coefficient": 0.103, "per": "query"}
-    short, plain = ids[:, :TRAINED], rx.encoding("nope")
-    model = rx.load(recipe.output_dir)
-    with torch.no_grad():
-        ours, far = model(short).logits, model(ids).logits
-        assert_same_but_rounding(far, result.model(ids).logits)
-    rx.current_patch(model).remove()  # type: ignore[union-attr]
-    with rx.patch_model(model, plain), torch.no_grad():
-        assert_same_but_rounding(ours, model(short).logits)
-        assert (far - model(ids).logits).abs().max() > 1e-5
+    record = read_record(recipe.output_dir).encoding.to_dict()
+    assert record == {"name": "drope", "factor": 4.0, "coefficient": 0.103, "per": "query"}
+    short, model = IDS[:, :TRAINED], load(recipe.output_dir)
+    ours, far = logits(model, short), logits(model)
+    assert_same_but_rounding(far, logits(result.model))
+    current_patch(model).remove()  # type: ignore[union-attr]
+    with rx.patch_model(model, rx.encoding("nope")):
+        assert_same_but_rounding(ours, logits(model, short))
+        assert (far - logits(model)).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize(

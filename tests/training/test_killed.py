@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from covering import OPTIONS
-from runs import metrics, settings
+from runs import metrics
 
 from rope_extend.training.finetune import Recipe
 
@@ -92,12 +93,6 @@ said.write_text(json.dumps(report))
 """
 
 
-@pytest.fixture
-def recipe(work: Path, tmp_path: Path) -> Recipe:
-    changes = {"steps": 3, "warmup_steps": 2, "save_every": 1, "positions": "pose", "block_length": 64}
-    return Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "unused"))
-
-
 Kills = list[tuple[str, int]]
 """The events at which a run is killed, one after the other: name, and its number under that name."""
 
@@ -153,6 +148,7 @@ def test_a_killed_run_ends_bit_for_bit_the_same(recipe: Recipe, tmp_path: Path, 
 
     It is the first, one in the middle or the last of its kind.
     """
+    recipe = replace(recipe, steps=3, warmup_steps=2, save_every=1, positions="pose", block_length=64)
     run(recipe, tmp_path, work, [[]])
     expected = outcome(tmp_path / "0")
     assert {"adapter_model.safetensors", "optimizer.pt"} <= {name for _, name in expected["files"]}

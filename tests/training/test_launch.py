@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from commands import ON_A_CPU, Commands
-from runs import assert_same, settings, weights
+from runs import assert_same, weights
 from several_processes import launch as launch_forked
 from test_distributed import AS_IF_GPUS
 from torch.distributed.run import get_args_parser
@@ -66,28 +65,23 @@ def test_a_launch_is_refused_only_if_its_processes_do_not_find_each_other(
         check_launch(processes, environment)
 
 
-LAUNCHES = {
-    "torchrun on a CPU": (
-        "-m torch.distributed.run --standalone --nproc-per-node 2",
-        "torchrun started 2",
-    ),
-    "accelerate launch on a CPU": (
-        "-m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1",
-        "accelerate launch was asked for several processes",
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ("torch.distributed.run --standalone --nproc-per-node 2", "torchrun started 2"),
+        (
+            "accelerate.commands.launch --cpu --num_processes 2 --num_machines 1",
+            "asked for several processes",
+        ),
+    ],
+)
 def test_a_real_launch_without_connections_writes_nothing(
-    work: Path, tmp_path: Path, launch: str, commands: Commands
+    recipe: Recipe, tmp_path: Path, launcher: str, message: str, commands: Commands
 ) -> None:
     """Real processes under real launchers; without a visible GPU, each would train by itself."""
-    launcher, message = LAUNCHES[launch]
-    recipe = Recipe(**settings(work), output_dir=str(tmp_path / "run"))
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    words = [*shlex.split(launcher), "-m", "rope_extend", "finetune", str(tmp_path / "recipe.yaml")]
+    words = ["-m", *shlex.split(launcher), "-m", "rope_extend", "finetune", str(tmp_path / "recipe.yaml")]
     commands.start(*words, environment=ON_A_CPU)
     assert commands.wait() != 0
     assert message in commands.printed()
@@ -107,15 +101,11 @@ def test_an_evaluation_whose_processes_do_not_find_each_other_is_refused(
 
 @pytest.mark.slow
 def test_gradient_accumulation_of_the_recipe_overrides_that_of_the_launcher(
-    work: Path, tmp_path: Path, private_cache: None, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """accelerate prefers the variable of its launcher to its argument."""
-    recipe = Recipe(**{**settings(work), "steps": 2}, output_dir=str(tmp_path / "one"))
-    finetune(recipe)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    other = replace(recipe, output_dir=str(tmp_path / "two"))
-    finetune(other)
-    assert_same(weights(recipe.output_dir), weights(other.output_dir))
+    assert_same(weights(finetune(recipe).output_dir), weights(finished))
 
 
 def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +184,10 @@ def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "show.py").write_text(SHOW_VARIABLES)
     words = ["--config_file", str(tmp_path / "config.yaml"), "--main_process_port", "0", "show.py"]
-    common = ON_A_CPU
-    said = commands.run("-m", "accelerate.commands.launch", *words, where=tmp_path, environment=common)
+    said = commands.run("-m", "accelerate.commands.launch", *words, where=tmp_path, environment=ON_A_CPU)
     given = [json.loads(line) for line in re.findall(r"^variables (.*)$", said, re.MULTILINE)]
     assert sorted((one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in given) == [
         ("0", "0", "2"), ("1", "1", "2"),
     ]  # fmt: skip
-    said = launch_forked(AS_IF_GPUS + TELL, where=tmp_path, environment={**common, **given[0]})
+    said = launch_forked(AS_IF_GPUS + TELL, where=tmp_path, environment=ON_A_CPU | given[0])
     assert re.findall(r"<(\w+ Sharding\(.*?\))>", said) == [COMES_TO[path.stem]] * 2

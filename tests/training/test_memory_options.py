@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 from cases import FAMILIES, tiny_llama, tiny_model
 from covering import families
 from peft import LoraConfig, get_peft_model
+from runs import described
+from test_step_plan import planned, recipe
 from tolerances import rounding
 from torch.autograd.graph import save_on_cpu
 from transformers import GPTNeoXConfig, LlamaConfig
@@ -36,8 +38,7 @@ from rope_extend.training.memory_options import (
     tileable,
     tiled,
 )
-from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import candidate_options, plan_training
+from rope_extend.training.step_plan import candidate_options
 
 COMBINATIONS = [
     MemoryOptions(checkpointing, tiles, offload)
@@ -104,16 +105,7 @@ def assert_close(
 
 def pullable(model: Any, memory_options: MemoryOptions) -> MemoryOptions:
     """Leave tiles out if no MLP supports them."""
-    tiles = memory_options.mlp_tiles if tileable(model) else 0
-    return MemoryOptions(memory_options.gradient_checkpointing, tiles, memory_options.offload_checkpoints)
-
-
-def undropped(model: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "residual_dropout"):
-            module.residual_dropout = 0.0
+    return memory_options if tileable(model) else replace(memory_options, mlp_tiles=0)
 
 
 @pytest.fixture
@@ -198,33 +190,26 @@ def test_with_checkpointing_tiles_cost_no_operations(ids: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """What `save_on_cpu` moves to host memory and back."""
-    seen: list[tuple[str, tuple[int, ...]]] = []
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A word for each tensor that `save_on_cpu` moves to host memory and back."""
+    seen: list[str] = []
 
     class Moves(save_on_cpu):
         def __init__(self, pin_memory: bool = False) -> None:
             super().__init__(pin_memory)
             pack, unpack = self.pack_hook, self.unpack_hook
-            self.pack_hook = lambda tensor: seen.append(("out", tuple(tensor.shape))) or pack(tensor)
-            self.unpack_hook = lambda kept: seen.append(("in", tuple(kept[1].shape))) or unpack(kept)
+            self.pack_hook = lambda tensor: seen.append("out") or pack(tensor)
+            self.unpack_hook = lambda kept: seen.append("in") or unpack(kept)
 
     monkeypatch.setattr(options_module, "save_on_cpu", Moves)
     return seen
 
 
-def test_the_input_of_every_layer_is_offloaded_and_fetched_once(ids: torch.Tensor, moves: list[Any]) -> None:
-    adapter = with_adapter(tiny_llama(num_hidden_layers=4))
-    step(adapter, MemoryOptions(True, 0, True), ids)
-    states = (*ids.shape, adapter.config.hidden_size)
-    assert moves == [("out", states)] * 4 + [("in", states)] * 4
-
-
 @pytest.mark.parametrize("family", families([case for case in FAMILIES if case.model_type not in NO_LORA]))
 def test_every_family_keeps_its_gradients_and_offloads_its_states(
-    family: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, moves: list[Any]
+    family: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, moves: list[str]
 ) -> None:
-    """If a family passed hidden states by keyword, they would stay on the device."""
+    """Once each, and nothing else. Hidden states that a family passes by keyword would stay on the device."""
     calls, offloaded = [], options_module._offloaded
 
     def counted(*args: Any, **given: Any) -> Any:
@@ -233,12 +218,16 @@ def test_every_family_keeps_its_gradients_and_offloads_its_states(
 
     monkeypatch.setattr(options_module, "_offloaded", counted)
     adapter = with_adapter(tiny_model(family), torch.float32)
-    undropped(adapter)
+    for module in adapter.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "residual_dropout"):
+            module.residual_dropout = 0.0
     expected = step(adapter, MemoryOptions(), ids)
     checkpointing = family.model_type not in NOT_RECOMPUTED
     memory_options = pullable(adapter.get_base_model(), MemoryOptions(checkpointing, 6, checkpointing))
     assert_close(step(adapter, memory_options, ids), expected, FLOAT32)
-    assert [way for way, _ in moves].count("out") == sum(calls)
+    assert moves == ["out"] * sum(calls) + ["in"] * sum(calls)
     assert bool(calls) == checkpointing
 
 
@@ -309,11 +298,6 @@ def test_settings_of_the_allocator_are_the_users(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(names[0], raising=False)
 
 
-EIGHT_BILLION = LlamaConfig(
-    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-)  # fmt: skip
-EVERYTHING = MemoryOptions(True, 1024, True)
 SWITCH = "rope_extend.training.memory_options.disable_input_dtype_casting"
 """peft's, of the casts that save a copy of the input for each matrix."""
 
@@ -352,44 +336,32 @@ def test_norms_in_tiles_give_the_same_bits(name: str, checkpointing: bool, ids: 
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
-@pytest.mark.parametrize("options", [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, 6)], ids=str)
 @torch.autocast("cpu", torch.bfloat16)
-def test_lora_with_one_copy_of_its_input_gives_the_same_bits(
-    options: MemoryOptions, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = in_bfloat16()
-    found = step(adapter, options, ids)
-    monkeypatch.setattr(SWITCH, lambda model, active: nullcontext())
-    expected = step(adapter, options, ids)
-    assert all(torch.equal(value, expected[key]) for key, value in found.items())
-
-
-@torch.autocast("cpu", torch.bfloat16)
-def test_queries_keys_and_values_save_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = in_bfloat16(target_modules=["q_proj", "k_proj", "v_proj"])
-    base, ids, kept = adapter.get_base_model(), torch.randint(3, 60, (1, 1024)), []
-    for switched in (True, False):
-        if not switched:
-            monkeypatch.setattr(SWITCH, lambda model, active: nullcontext())
-        with apply_memory_options(base, MemoryOptions()), LiveBytes() as memory:
-            loss = next_token_loss(adapter, ids)
+def test_lora_with_one_copy_of_its_input_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, ids, kept, found = in_bfloat16(), torch.randint(3, 60, (1, 1024)), [], []
+    for _ in range(2):
+        with apply_memory_options(adapter.get_base_model(), MemoryOptions()), LiveBytes() as memory:
+            _loss = next_token_loss(adapter, ids)
         kept.append(memory.live)
-        del loss
-    state = ids.numel() * base.config.hidden_size * 2
-    assert kept[1] - kept[0] >= 2 * state * base.config.num_hidden_layers
+        found.append([step(adapter, options, ids) for options in COMBINATIONS])
+        monkeypatch.setattr(SWITCH, lambda model, active: nullcontext())
+    for ours, theirs in zip(*found, strict=True):
+        assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    state = ids.numel() * adapter.config.hidden_size * 2  # queries, keys and values save one; gate and up
+    assert kept[1] - kept[0] >= 3 * state * adapter.config.num_hidden_layers
 
 
 @pytest.mark.slow
 def test_a_step_of_500k_tokens_of_an_8b_model_fits_on_80_gb(tmp_path: Path) -> None:
     """LoRA on all linear layers. With the kernel's own memory; what the peak is made of, in hidden states."""
     tokens = 524_288
-    EIGHT_BILLION.save_pretrained(tmp_path)
-    recipe = Recipe(str(tmp_path), "books", "runs/one", tokens, lora_targets="all-linear", method="yarn",
-                    gradient_accumulation=1)  # fmt: skip
+    LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+    ).save_pretrained(tmp_path)  # fmt: skip
     options = LoadOptions("cpu", dtype=torch.bfloat16, limit_memory=80 * 10**9)
-    recipe = replace(recipe, **asdict(EVERYTHING))
-    plan = plan_training(recipe, load_options=options, device=torch.device("cuda"))
-    assert plan is not None
+    run, everything = recipe(tmp_path, target_length=tokens), MemoryOptions(True, 1024, True)
+    plan = planned(run, everything, load_options=options, device=torch.device("cuda"))
     plan.check()
     chosen, state = plan.chosen, tokens * 4096 * 2
     assert chosen.host == 32 * state  # the inputs of all layers, exactly
@@ -402,10 +374,9 @@ def test_a_step_of_500k_tokens_of_an_8b_model_fits_on_80_gb(tmp_path: Path) -> N
 )
 def test_long_steps_on_a_gpu_have_few_tiles(tokens: int, device: str, tile: int) -> None:
     """Of 60 kernels each, at 500k tokens: 123 in each layer instead of 489; for norms as many as before."""
-    run = Recipe("model", "books", "runs/one", tokens)
     with torch.device("meta"):
         model = tiny_llama()
-    candidates = candidate_options(run, model, torch.device(device))
+    candidates = candidate_options(described(target_length=tokens), model, torch.device(device))
     assert {options.mlp_tiles for options in candidates} == {0, tile}
     with tiled(model, tile):
         layer = model.model.layers[0]
@@ -436,15 +407,11 @@ def test_layer_norms_are_float32_under_the_autocast_of_a_gpu(tiles: int, states:
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=64,
     ).save_pretrained(tmp_path)  # fmt: skip
-    recipe = Recipe(
-        str(tmp_path), "data", "run", 512, gradient_accumulation=1, gradient_checkpointing=False,
-        mlp_tiles=tiles,
-    )  # fmt: skip
+    run = recipe(tmp_path, target_length=512, lora_targets="attention")
     options = LoadOptions("cpu", dtype=torch.bfloat16, limit_memory=10**9)
-    peaks = []
-    for device in ("cpu", "cuda"):
-        plan = plan_training(recipe, load_options=options, device=torch.device(device))
-        assert plan is not None
-        peaks.append(plan.chosen.peak)
-    more = (peaks[1] - peaks[0]) / (512 * 64 * 2)  # in hidden states of bfloat16
+    cpu, gpu = (
+        planned(run, MemoryOptions(mlp_tiles=tiles), load_options=options, device=torch.device(name))
+        for name in ("cpu", "cuda")
+    )
+    more = (gpu.chosen.peak - cpu.chosen.peak) / (512 * 64 * 2)  # in hidden states of bfloat16
     assert more >= states  # one for each norm; in tiles, their float32 inputs are not kept

@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import metrics, settings
+from runs import metrics
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from rope_extend import RopeExtendError
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.step_plan import check_trackers, plan
-
-
-@pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
-    return Recipe(**{**settings(work), "steps": 4, "save_every": 0}, output_dir=str(tmp_path / "run"))
-
+from rope_extend.training.step_plan import plan
 
 SEEN: list[tuple[str, Any, Any]] = []
 
@@ -39,20 +33,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         SEEN.append(("finish", None, None))
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    """A tracker that is registered like those of transformers."""
-    SEEN.clear()
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "recorder", Recorder)
-    known = integration_utils.get_available_reporting_integrations
-    available = lambda: [*known(), "recorder"]  # noqa: E731
-    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", available)
-    return Recorder
-
-
 def test_the_metrics_end_with_the_run(recipe: Recipe) -> None:
     """Lines of later steps, which were lost with their checkpoint, are of no weights that are there."""
-    recipe = replace(recipe, save_every=2)
+    recipe = replace(recipe, steps=4, save_every=2)
     directory = finetune(recipe).output_dir
     written = metrics(directory)
     shutil.rmtree(directory / "checkpoints" / "checkpoint-4")
@@ -60,9 +43,12 @@ def test_the_metrics_end_with_the_run(recipe: Recipe) -> None:
     assert metrics(directory) == written[:2]
 
 
-def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
-    recipe = replace(recipe, trackers=("tensorboard", "recorder"), eval_data=str(work / "data"), eval_every=2)
-    finetune(recipe)
+def test_every_tracker_gets_every_line(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    SEEN.clear()
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "recorder", Recorder)
+    names = ("tensorboard", "recorder")
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: names)
+    finetune(replace(recipe, trackers=names, eval_data=recipe.data, steps=4, eval_every=2))
     assert [kind for kind, *_ in SEEN] == ["start", *["log"] * 7, "finish"]
     assert SEEN[0][1] == "run"
     logged = [(step, values) for kind, values, step in SEEN if kind == "log"]
@@ -82,8 +68,6 @@ def test_a_missing_tracker_is_named(
 ) -> None:
     monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", list)
     message = rf"tracker {name} is not installed; pip install {package}, or use one of .*mlflow.*wandb"
-    with pytest.raises(RopeExtendError, match=message):
-        check_trackers([name])
     for run in (plan, finetune):
         with pytest.raises(RopeExtendError, match=message):
             run(replace(recipe, trackers=(name,)))

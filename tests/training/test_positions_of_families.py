@@ -11,6 +11,8 @@ import pytest
 import torch
 from batches import tokens
 from cases import FACTOR, FAMILIES, TARGET, FamilyCase, family, tiny_model
+from covering import families
+from runs import described
 from tolerances import assert_same_but_rounding, logit_tolerance
 from torch import Tensor, nn
 
@@ -20,7 +22,6 @@ from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator, check
 from rope_extend.loss import next_token_loss
 from rope_extend.models.families import family_for
 from rope_extend.training import step_plan
-from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 
 LENGTH = 24
@@ -48,18 +49,6 @@ SOME = {
 """One family of each kind, for the default run."""
 
 
-def as_refused_or_not(
-    case: FamilyCase, model: nn.Module, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_plan, "empty_model", lambda name: model)
-    if case.model_type in REFUSED:
-        match = rf"positions {recipe.positions} cannot be combined with .*{REFUSED[case.model_type]}"
-        with pytest.raises(RopeExtendError, match=match):
-            step_plan.check_recipe(recipe, Sharding())
-    else:
-        step_plan.check_recipe(recipe, Sharding())
-
-
 def in_the_long_text(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits of the tokens in a text of TARGET tokens, in which a mask hides all others."""
     text, seen = torch.full((1, TARGET), 3), torch.zeros(1, TARGET, dtype=torch.long)
@@ -84,27 +73,22 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    ("number", "case"),
-    [
-        pytest.param(number, case, marks=[] if case.model_type in SOME else [pytest.mark.slow], id=str(case))
-        for number, case in enumerate(FAMILIES)
-    ],
-)
+@pytest.mark.parametrize("case", families(some=SOME))
 def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(
-    number: int, case: FamilyCase, monkeypatch: pytest.MonkeyPatch
+    case: FamilyCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(case)
+    model, number = tiny_model(case), FAMILIES.index(case)
     in_order = case.model_type in IN_ORDER
     static = in_order or family_for(case.model_type).unreachable
     sampler, method = list(SAMPLERS)[number % 3], METHODS[0 if static else number // 3 % 3]
-    recipe = Recipe(
-        model="m", data="d", output_dir="o", target_length=TARGET, block_length=LENGTH, positions=sampler,
-        method=method,
-    )  # fmt: skip
-    as_refused_or_not(case, model, recipe, monkeypatch)
+    recipe = described(target_length=TARGET, block_length=LENGTH, positions=sampler, method=method)
+    monkeypatch.setattr(step_plan, "empty_model", lambda name: model)
     if case.model_type in REFUSED:
+        message = rf"positions {sampler} cannot be combined with .*{REFUSED[case.model_type]}"
+        with pytest.raises(RopeExtendError, match=message):
+            step_plan.check_recipe(recipe, Sharding())
         return
+    step_plan.check_recipe(recipe, Sharding())
     ids = tokens(1, LENGTH)
     positions = torch.from_numpy(PositionCollator(sampler, TARGET, seed=3).positions(LENGTH, 1))
     assert int(np.ptp(positions.numpy())) > 2 * LENGTH

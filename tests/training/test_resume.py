@@ -13,12 +13,13 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from covering import few
-from runs import AtStep, assert_same, files_below, metrics, settings, weights
+from runs import AtStep, assert_same, files_below, metrics, saved, settings, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -32,10 +33,8 @@ from rope_extend.training.resume import (
     VERSION,
     RunState,
     check_continues,
-    checkpoints,
     enter_directory,
     read_state,
-    starting_point,
 )
 from rope_extend.training.sharding import Sharding
 
@@ -88,14 +87,6 @@ def test_a_run_interrupted_by_a_signal_ends_bit_for_bit_the_same(
     assert timeless[0] == timeless[1]
 
 
-def test_a_copied_checkpoint_resumes_in_a_new_directory(recipe: Recipe, finished: Path) -> None:
-    step = Path("checkpoints") / "checkpoint-6"
-    shutil.copytree(finished / step, Path(recipe.output_dir) / step)
-    finetune(recipe, resume=True)
-    assert_same(weights(recipe.output_dir), weights(finished))
-    assert Recipe.from_yaml(Path(recipe.output_dir, "recipe.yaml")) == recipe
-
-
 def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> None:
     state = RunState(3, recipe=json.loads(json.dumps(recipe.to_dict())))
 
@@ -103,10 +94,8 @@ def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> N
         check_continues(state, RunState(recipe=replace(recipe, **changes).to_dict()))
 
     resumed(steps=9, save_every=1, dtype="float32")
-    with pytest.raises(
-        RopeExtendError,
-        match=r"learning_rate \(0\.01 there, 0\.001 here\), seed \(0 there, 1 here\)\. .*only",
-    ):
+    message = r"learning_rate \(0\.01 there, 0\.001 here\), seed \(0 there, 1 here\)\. .*only"
+    with pytest.raises(RopeExtendError, match=message):
         resumed(learning_rate=1e-3, seed=1)
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
         resumed(steps=2)
@@ -125,10 +114,8 @@ def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
     before = files_below(checkpoints)
     recipe = replace(recipe, save_every=1, keep_checkpoints=1)
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("the weights cannot be read")
-
     with monkeypatch.context() as patch:
+        fail = Mock(side_effect=OSError("the weights cannot be read"))
         patch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
         with pytest.raises(RopeExtendError, match="the weights cannot be read"):
             finetune(recipe, resume=True)
@@ -159,11 +146,10 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
 ) -> None:
     shutil.copytree(finished, recipe.output_dir)
     before = files_below(recipe.output_dir)
-    newest = Path(recipe.output_dir, "checkpoints", "checkpoint-8")
     sha256 = resume_module.sha256
 
     def stale(path: Path) -> str:
-        if path.parent == newest:
+        if path.parent == saved(recipe, 8):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return sha256(path)
 
@@ -199,16 +185,16 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_is_used(
     recipe: Recipe, finished: Path, harm: Callable[[Path], None], name: str, at_step: AtStep,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    shutil.copytree(finished, recipe.output_dir)
-    whole = weights(finished)
-    newest = Path(recipe.output_dir, "checkpoints", "checkpoint-8")
-    harm(newest / name)
+    """Also if only the checkpoints were copied, to a new directory."""
+    shutil.copytree(finished / CHECKPOINTS, Path(recipe.output_dir, CHECKPOINTS))
+    harm(saved(recipe, 8) / name)
     computed = at_step(0, lambda: None)
     finetune(recipe, resume=True)
     assert "checkpoint-8 is damaged" in caplog.text
     assert "resuming from checkpoint-6 instead" in caplog.text
     assert computed == [7, 8]
-    assert_same(weights(recipe.output_dir), whole)
+    assert_same(weights(recipe.output_dir), weights(finished))
+    assert Recipe.from_yaml(Path(recipe.output_dir, "recipe.yaml")) == recipe
 
 
 def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finished: Path) -> None:
@@ -219,7 +205,7 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finishe
         RopeExtendError, match=r"nothing to resume.*checkpoint-8.*optimizer\.pt has.*checkpoint-6"
     ):
         finetune(replace(recipe, steps=9), resume=True)
-    Path(recipe.output_dir, "checkpoints", "checkpoint-8", "manifest.json").write_text("[" * 100_000)
+    (saved(recipe, 8) / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(RopeExtendError, match=r"manifest\.json is not a manifest"):
         finetune(replace(recipe, steps=9), resume=True)
 
@@ -233,7 +219,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
     recipe = replace(recipe, save_every=1, steps=5, keep_checkpoints=9)
     finetune(recipe)
     whole = weights(recipe.output_dir)
-    most = Path(recipe.output_dir, "checkpoints", "checkpoint-5", file).stat().st_size - 1
+    most = (saved(recipe, 5) / file).stat().st_size - 1
     other = replace(recipe, output_dir=str(tmp_path / "full"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     at_step(step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1])))
@@ -252,7 +238,10 @@ def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
     assert_same(weights(other.output_dir), whole)
 
 
-def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe, finished: Path) -> None:
+def test_an_output_directory_with_a_run_is_refused_and_left_alone(
+    recipe: Recipe, finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that is queued again always passes `resume`: killed before a checkpoint, it starts at step 0."""
     shutil.copytree(finished, recipe.output_dir)
     files = files_below(recipe.output_dir)
     with pytest.raises(
@@ -267,15 +256,7 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
     finetune(replace(recipe, steps=1), overwrite=True)
     assert [line["step"] for line in metrics(recipe.output_dir)] == [1]
     assert notes.read_text() == "mine"
-    enter_directory(Path(recipe.output_dir), recipe, fresh=True)  # and killed
-    assert starting_point(Path(recipe.output_dir), recipe, True, False) is None  # nothing stops the next job
-
-
-def test_a_job_that_is_queued_again_always_passes_resume(
-    recipe: Recipe, finished: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Killed before its first checkpoint, it starts at step 0 and says so, maybe with another recipe."""
-    Path(recipe.output_dir).mkdir(parents=True)
+    enter_directory(Path(recipe.output_dir), replace(recipe, seed=1), fresh=True)  # and killed
     Path(recipe.output_dir, "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
     finetune(recipe, resume=True)
     assert [line["step"] for line in metrics(recipe.output_dir)] == list(range(1, 9))
@@ -300,12 +281,11 @@ def test_weights_without_steps_are_not_trained_over(recipe: Recipe, name: str) -
 @pytest.fixture
 def two_steps(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     """A run of two steps, with a model and a text of its own."""
-    shutil.copytree(work / "model", tmp_path / "model")
-    shutil.copytree(work / "data", tmp_path / "data")
-    changes = {"model": str(tmp_path / "model"), "data": str(tmp_path / "data"), "save_every": 1}
-    run = Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "run"))
+    for name in ("model", "data"):
+        shutil.copytree(work / name, tmp_path / name)
+    run = Recipe(**settings(tmp_path) | {"output_dir": str(tmp_path / "run"), "save_every": 1, "steps": 3})
     finetune(replace(run, steps=2))
-    return replace(run, steps=3)
+    return run
 
 
 def one_bit(recipe: Recipe) -> None:
@@ -333,14 +313,15 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shape": (config("max_position_embeddings", 64), {}, r"of the run in encoding \(.*shape \("),
     "dtype": (None, {"dtype": "bfloat16"}, r"dtype \('torch.float32' there, 'torch.bfloat16' here\)"),
     "text": (other_text, {}, "of the run in documents"),
-    "encoding": (None, {"method": "linear"}, r"method \('yarn' there, 'linear' here\)"),
     "settings": (None, {"lora_rank": 2}, r"lora_rank \(4 there, 2 here\)"),
 }
 """By name, what changes on disk, in the recipe, and the error."""
 
 
 @pytest.mark.slow
-def test_a_run_of_other_work_is_not_resumed(two_steps: Recipe, tmp_path: Path) -> None:
+def test_a_run_of_other_work_is_not_resumed(
+    two_steps: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {name: files_below(tmp_path / name) for name in ("model", "data")}
     run = files_below(Path(two_steps.output_dir))
     for change, changes, message in OTHERS.values():
@@ -352,10 +333,18 @@ def test_a_run_of_other_work_is_not_resumed(two_steps: Recipe, tmp_path: Path) -
         for files in kept.values():
             for path, content in files.items():
                 path.write_bytes(content)
+    for sharding, message in (
+        (Sharding(ranks=2), r"processes \(1 there, 2 here\)\. .*launch"),
+        (Sharding(parts=2), r"parts of a sequence \(1 there, 2 here\).*same cp_size"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Sharding, "of", lambda *_, sharding=sharding: sharding)
+            with pytest.raises(RopeExtendError, match=message):
+                finetune(two_steps, resume=True)
     Path(two_steps.model).rename(tmp_path / "moved")
     moved = replace(two_steps, model=str(tmp_path / "moved"), dtype="float32")  # auto, by another name
     finetune(moved, resume=True)
-    assert read_state(checkpoints(Path(two_steps.output_dir) / CHECKPOINTS)[-1]).step == 3
+    assert read_state(saved(two_steps, 3)).step == 3
 
 
 def test_configs_are_compared_under_one_version_of_transformers() -> None:
@@ -366,15 +355,3 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
     for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
         with pytest.raises(RopeExtendError, match=r"cannot resume: .* differs from that of the run in"):
             check_continues(state, replace(state, identity={**before, **changed}))
-
-
-@pytest.mark.slow
-def test_a_run_resumes_only_with_as_many_processes(
-    two_steps: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(ranks=2))
-    with pytest.raises(RopeExtendError, match=r"processes \(1 there, 2 here\)\. .*launch"):
-        finetune(two_steps, resume=True)
-    monkeypatch.setattr(Sharding, "of", lambda *_: Sharding(parts=2))
-    with pytest.raises(RopeExtendError, match=r"parts of a sequence \(1 there, 2 here\).*same cp_size"):
-        finetune(two_steps, resume=True)

@@ -7,12 +7,13 @@ import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import family, tiny_config
 from covering import few
-from runs import settings
+from runs import described, saved
 from several_processes import launch
 from test_distributed import AS_IF_GPUS, FSDP
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -39,10 +40,8 @@ CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
 
 
 def recipe(model: Any, **changes: Any) -> Recipe:
-    return Recipe(**{
-        "model": str(model), "data": "books", "output_dir": "runs/one", "target_length": 4096,
-        "lora_targets": "all-linear", "gradient_accumulation": 1, **changes,
-    })  # fmt: skip
+    usual = {"target_length": 4096, "lora_targets": "all-linear", "gradient_accumulation": 1}
+    return described(model=str(model), **usual | changes)
 
 
 def planned(run: Recipe, memory_options: MemoryOptions | None = None, **options: Any) -> TrainingPlan:
@@ -134,9 +133,7 @@ def test_packed_documents_take_a_mask_where_the_encoding_acts_inside_attention(
 ) -> None:
     run = recipe(MODEL, block_length=1024, method=method)
     packed = replace(run, packing="restart")
-    alone, together = (
-        planned(each, memory_options=MemoryOptions(True)).chosen.total for each in (run, packed)
-    )
+    alone, together = (planned(each, MemoryOptions(True)).chosen.total for each in (run, packed))
     assert together - alone == (pytest.approx(1024**2, rel=0.01) if masked else 0)
 
 
@@ -240,20 +237,16 @@ for path in sys.argv[1:]:
     print(json.dumps(max(peaks)))
 """
 """Runs recipes, and prints the most bytes that each process holds in a step."""
-FULL = {"lora_targets": "none", "gradient_checkpointing": True}
+RECOMPUTED = {"gradient_checkpointing": True}
+FULL = {"lora_targets": "none", **RECOMPUTED}
 
 
 @pytest.mark.parametrize(
     ("way", "changes", "above"),
     [
         pytest.param("data parallel", [{}, {"gradient_accumulation": 2}], 0.03, marks=pytest.mark.slow),
-        ("a split window", [{"split_window": 2, "mlp_tiles": 128, "gradient_checkpointing": True}], 0.03),
-        pytest.param(
-            "FSDP2",
-            [{"gradient_checkpointing": True}, FULL, {"split_window": 2}],
-            0.08,
-            marks=pytest.mark.slow,
-        ),
+        ("a split window", [{"split_window": 2, "mlp_tiles": 128, **RECOMPUTED}], 0.03),
+        pytest.param("FSDP2", [RECOMPUTED, FULL, {"split_window": 2}], 0.08, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_of_each_process_are_those_that_two_count(
@@ -378,11 +371,9 @@ def test_options_that_a_family_does_not_support_are_left_out_or_refused(tmp_path
 
 
 @pytest.fixture
-def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
-    changes = {"steps": 2, "gradient_accumulation": 1, "lora_targets": "all-linear", "save_every": 1}
-    return Recipe(
-        **{**settings(work), **changes, "gradient_checkpointing": "auto"}, output_dir=str(tmp_path / "run")
-    )
+def tiny(recipe: Recipe) -> Recipe:
+    changes = {"lora_targets": "all-linear", "gradient_checkpointing": "auto"}
+    return replace(recipe, steps=2, gradient_accumulation=1, save_every=1, **changes)
 
 
 @pytest.mark.slow
@@ -394,11 +385,9 @@ def test_a_resumed_run_keeps_its_tiles(
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
     assert "memory options: gradient checkpointing, MLP in tiles of 16 tokens" in caplog.text
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
-    assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True, 16))
+    assert read_state(saved(tiny, 1)).memory_options == asdict(MemoryOptions(True, 16))
     finetune(tiny, resume=True)  # without a limit
-    last = Path(tiny.output_dir) / "checkpoints" / "checkpoint-2"
-    assert read_state(last).memory_options == asdict(MemoryOptions(False, 16))
+    assert read_state(saved(tiny, 2)).memory_options == asdict(MemoryOptions(False, 16))
 
 
 def test_a_run_is_refused_before_its_weights_and_data_are_read(tiny: Recipe, tmp_path: Path) -> None:
@@ -436,17 +425,14 @@ def test_a_run_evaluates_in_the_planned_chunks(tiny: Recipe, monkeypatch: pytest
 def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("needs values")
-
+    fail = Mock(side_effect=RuntimeError("needs values"))
     monkeypatch.setattr(planning.ForwardEstimator, "estimate", fail)
     result = plan(replace(tiny, eval_data=tiny.data))
     assert result.evaluation is None
     assert result.chosen.total == result.total == plan(tiny).total
     monkeypatch.setattr(planning.StepEstimator, "step", fail)
     finetune(replace(tiny, steps=1))
-    checkpoint = Path(tiny.output_dir) / "checkpoints" / "checkpoint-1"
-    assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))
+    assert read_state(saved(tiny, 1)).memory_options == asdict(MemoryOptions(True))
     with pytest.raises(RopeExtendError, match="cannot estimate the memory of a step"):
         plan(tiny)
 
@@ -456,15 +442,14 @@ def test_four_bits_train_with_every_memory_option(tiny: Recipe, monkeypatch: pyt
     pytest.importorskip("bitsandbytes")
     run = replace(tiny, quantize="4bit", gradient_checkpointing=True, mlp_tiles=16, offload_checkpoints=True)
     result = finetune(run)
-    mlp = result.model.get_base_model().model.layers[0].mlp
-    assert type(mlp.up_proj.base_layer).__name__ == "Linear4bit"
-    assert mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    layer = result.model.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    assert (type(layer).__name__, layer.weight.dtype) == ("Linear4bit", torch.uint8)
     assert 0 < result.loss < 10
     demo = replace(run, model=str(MODEL), target_length=512)
     plain = planned(replace(demo, quantize=None)).chosen
-    small = planned(demo, load_options=LoadOptions("cpu", dtype=torch.float32, quantize="4bit")).chosen
-    loaded = LoadOptions("cpu", dtype=torch.float32, quantize="4bit").load(str(MODEL))
-    held = sum(value.nbytes for value in loaded.parameters())
+    four_bits = replace(CPU, quantize="4bit")
+    small = planned(demo, load_options=four_bits).chosen
+    held = sum(value.nbytes for value in four_bits.load(str(MODEL)).parameters())
     assert small.quantized
     assert small.weights == pytest.approx(held, rel=0.2)  # without scales, and without a dequantized matrix
     assert held <= small.weights < plain.weights / 2
