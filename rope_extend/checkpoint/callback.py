@@ -12,12 +12,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.peft_models import changes_base, check_base, is_peft_model
 from rope_extend.checkpoint.record import Record, read_record, write_record
+from rope_extend.checkpoint.restoring import restore_weights
 from rope_extend.checkpoint.saving import recording, stock_save
 from rope_extend.data.given_blocks import check_batches
 from rope_extend.errors import RopeExtendError
 from rope_extend.journal import differences
 from rope_extend.models.checkpoint_directory import LEARNED_FILE, RECORD_NAME
 from rope_extend.models.decoders import unwrap
+from rope_extend.models.launch import check_launch
 from rope_extend.models.parameters import (
     current_learned,
     read_learned,
@@ -45,7 +47,12 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         self.base_model = base_model
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Train what the encoding learns together with an adapter, before `Trainer` makes its optimizer."""
+        """Train what the encoding learns together with an adapter, before `Trainer` makes its optimizer.
+
+        Raises:
+            RopeExtendError: a launcher started several processes, and `Trainer` knows of one.
+        """
+        check_launch(args.world_size)
         if is_peft_model(model):
             train_learned(model)
 
@@ -93,6 +100,8 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
                 "%s has no record, so it was not checked that this run continues with the same encoding",
                 checkpoint,
             )
+        if state.global_step and not configs:
+            restore_weights(model, checkpoint)
         learned = current_learned(model)
         if state.global_step and learned is not None and configs:  # Trainer loads only the adapter
             learned.put(read_learned(checkpoint), str(checkpoint / LEARNED_FILE))
@@ -104,9 +113,13 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         write_spread(_checkpoint(args, state), model, writes=args.should_save)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Give the encoding what it had learned at the best step, if `Trainer` has loaded that adapter."""
+        """Give model and encoding all of the best step, of which `Trainer` has loaded a part."""
         best, learned = state.best_model_checkpoint, current_learned(model)
-        if args.load_best_model_at_end and best and learned is not None and is_peft_model(model):
+        if not (args.load_best_model_at_end and best):
+            return
+        if not is_peft_model(model):
+            restore_weights(model, Path(best))
+        elif learned is not None:
             learned.put(read_learned(Path(best)), str(Path(best) / LEARNED_FILE))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,7 +37,7 @@ from rope_extend.models.checkpoint_directory import (
     is_recorded,
 )
 from rope_extend.models.decoders import unwrap
-from rope_extend.models.loading import HEADS, auto_class, one_error, pretrained
+from rope_extend.models.loading import HEADS, auto_class, one_error, open_weights, pretrained
 from rope_extend.models.locating import ACCESS, hub_options, local_directory, refuse_other_files
 from rope_extend.models.parameters import is_learned, learned_parameters, read_learned
 from rope_extend.models.rotary_tables import shape_of
@@ -247,6 +249,26 @@ def load_model(
                 f"{keys[0]!r} and {len(keys) - 1} more. Restore the files, or save the model again"
             )
     return model
+
+
+def restore_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Give a whole model in training the weights of a checkpoint that `Trainer` did not find there.
+
+    `Trainer` looks for them by their names in memory. `save_pretrained` gives those of many families, such as
+    experts, other names. FSDP and DeepSpeed have files of their own.
+
+    Raises:
+        RopeExtendError: as `load`.
+    """
+    spread = AcceleratorState().distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    parameters, names = dict(model.named_parameters()), set[str]()
+    for file in checkpoint.glob("model*.safetensors"):
+        with open_weights(file) as weights:
+            names.update(weights.keys())
+    if not names or spread or parameters.keys() <= names:
+        return
+    dtype = reduce(torch.promote_types, {value.dtype for value in parameters.values()})
+    model.load_state_dict(load(checkpoint, dtype=dtype).state_dict())
 
 
 def attach(

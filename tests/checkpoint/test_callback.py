@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, llama
+from cases import ALL_FAMILIES, TARGET, llama, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import (
@@ -154,6 +154,28 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
     other = patched(base, kind, "linear")
     with pytest.raises(RopeExtendError, match=r"checkpoint-3 was trained with yarn.* uses linear"):
         trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", {case.model_type: case for case in ALL_FAMILIES}.values(), ids=str)
+def test_a_whole_model_of_every_family_is_resumed_whole(case: Any, tmp_path: Path) -> None:
+    """`save_pretrained` gives the weights of many families other names, by which `Trainer` loads nothing."""
+    model = tiny_model(case)
+    rx.patch_model(model, rx.encoding("none"), target_length=TARGET)
+    callback, control = rx.SaveEncodingCallback(), TrainerControl()
+    run = trainer(model, tmp_path / "run", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1)
+    callback.on_train_begin(run.args, TrainerState(), control, model)
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    model.save_pretrained(checkpoint)
+    saved = deepcopy(model.state_dict())
+    for event in (callback.on_train_begin, callback.on_train_end):
+        with torch.no_grad():
+            for value in model.parameters():
+                value.zero_()
+        run._load_from_checkpoint(checkpoint)
+        event(run.args, TrainerState(global_step=1, best_model_checkpoint=checkpoint), control, model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, saved[name]), name
 
 
 def test_what_an_encoding_learns_is_trained_with_lora_and_resumed(base: Path, tmp_path: Path) -> None:
