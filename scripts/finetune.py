@@ -49,8 +49,8 @@ def extend(model: Any, args: argparse.Namespace, tokenizer: Any = None) -> rx.Pa
 
 
 def main(args: argparse.Namespace) -> None:
-    if min(args.steps, args.batch_size) < 1:
-        parser.error("--steps and --batch-size must be at least 1")
+    if min(args.steps, args.batch_size) < 1 or not 0 < args.learning_rate < 1:
+        parser.error("--steps and --batch-size must be at least 1, --learning-rate between 0 and 1")
     output, written = Path(args.output), Path(args.output, "settings.json")
     resumes = args.resume and any(output.glob("checkpoint-*"))
     if not resumes and any(file != written for file in output.glob("*")):
@@ -61,8 +61,10 @@ def main(args: argparse.Namespace) -> None:
 
     pretrained(AutoConfig, args.model)  # refuses an adapter, which is to be merged first
     tokenizer = rx.load_tokenizer(args.model)
-    extend(rx.load_any(args.model, empty=True), args)  # finds mistakes at once
+    empty = rx.load_any(args.model, empty=True)  # without weights, to find mistakes at once
+    extend(empty, args)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
+    blocks = rx.blocks(documents, length, positions=args.positions, model=empty)
     given = {**vars(args), "text": fingerprint(documents), "output": None, "resume": None, "steps": None}
     if resumes and written.exists() and (changed := differences(json.loads(written.read_text()), given)):
         parser.error(f"{args.output} has a run with other settings: {changed}; restore them, or give another "
@@ -74,7 +76,6 @@ def main(args: argparse.Namespace) -> None:
     model = get_peft_model(model, lora)
     model.print_trainable_parameters()
 
-    blocks = rx.blocks(documents, length, positions=args.positions, model=model)
     print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
     rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
     settings = TrainingArguments(
@@ -89,20 +90,22 @@ def main(args: argparse.Namespace) -> None:
         data_collator=default_data_collator,  # blocks have one length, and not every tokenizer can pad
         processing_class=tokenizer,  # so that checkpoints have it too
     )
-    output.mkdir(parents=True, exist_ok=True)
-    written.write_text(json.dumps(given))
+    if main := trainer.is_world_process_zero():  # of several processes, one writes
+        output.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(given))
     trainer.train(resume_from_checkpoint=args.resume)
-    rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
-    print(f"saved an adapter in {args.output}")
-    if args.method != "none":
-        print_next(args, patch, length)
+    if main:
+        rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
+        print(f"saved an adapter in {args.output}")
+        if args.method != "none":
+            print_next(args, patch, length, settings.world_size)
 
 
-def print_next(args: argparse.Namespace, patch: rx.Patch, length: int) -> None:
+def print_next(args: argparse.Namespace, patch: rx.Patch, length: int, processes: int) -> None:
     """Print how to train the control on as many tokens, and how to evaluate both."""
     window, control, script = patch.shape.trained_length, f"{args.output}-control", Path(sys.argv[0])
     evaluate = script.with_name("evaluate.py")
-    block, batch, steps = as_many_tokens(window, length, args.batch_size, args.steps)
+    block, batch, steps = as_many_tokens(window, length, args.batch_size * processes, args.steps)
     training = [
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
         "--block-length", block, "--batch-size", batch, "--steps", steps,

@@ -45,6 +45,17 @@ class Document:
         return self.input_ids.numel()
 
 
+def check_vocabulary(documents: Sequence[Document], size: int) -> None:
+    """Refuse documents with tokens that a model with `size` embeddings does not have."""
+    lowest = min(int(document.input_ids.min()) for document in documents)
+    highest = max(int(document.input_ids.max()) for document in documents)
+    if lowest < 0 or highest >= size:
+        raise RopeExtendError(
+            f"the documents contain token {lowest if lowest < 0 else highest}, but the model has the tokens "
+            f"0 to {size - 1}; tokenize them with this model's tokenizer, without padding and masked labels"
+        )
+
+
 def load_documents(
     source: str | Path | Sequence[str | Path],
     tokenizer: Any,

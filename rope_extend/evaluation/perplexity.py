@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, Unpack
 import numpy as np
 import torch
 
-from rope_extend.data.documents import Document, fingerprint, once
+from rope_extend.data.documents import Document, check_vocabulary, fingerprint, once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.loss_computer import LossComputer, RunOptions, evaluation_mode, peak_memory_bytes
@@ -99,7 +99,7 @@ def perplexity(
     candidates = _documents(documents, tokenizer)
     texts = _texts(rule, candidates, sizes[-1])
     lm = causal_lm(model)
-    _check_vocabulary(texts, lm)
+    check_vocabulary(texts, lm.get_input_embeddings().weight.shape[0])
     if not rule.nested:
         groups = [[length] for length in sizes]
     elif rule.settings:  # every forward has the length of the cropped windows, and so the same tables
@@ -232,17 +232,6 @@ def _texts(rule: Protocol, documents: Sequence[Document], length: int) -> list[D
             len(documents) - len(texts), len(documents), format_length(least),
         )  # fmt: skip
     return [Document(text.name, text.input_ids[:length]) for text in texts] if rule.nested else texts
-
-
-def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
-    rows = lm.get_input_embeddings().weight.shape[0]
-    lowest = min(int(document.input_ids.min()) for document in documents)
-    highest = max(int(document.input_ids.max()) for document in documents)
-    if lowest < 0 or highest >= rows:
-        raise RopeExtendError(
-            f"the documents contain token {lowest if lowest < 0 else highest}, but the model has the tokens "
-            f"0 to {rows - 1}; tokenize them with this model's tokenizer, without padding and masked labels"
-        )
 
 
 def _documents(

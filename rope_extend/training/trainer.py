@@ -157,13 +157,14 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
                 f"{output} has {there[-1].name} of another run, which this one would replace; give "
                 "resume_from_checkpoint=True to continue that run, or another output_dir",
             )
-        refuse_if(
-            checkpoint is not None and self.args.save_only_model,
-            "a run cannot be resumed with save_only_model, because its checkpoints have no optimizer; leave "
-            "save_only_model out, or begin a new run",
-        )
         if self.run is None:  # otherwise finetune has read the state
             self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
+        done, steps, saved = self.progress.step, self.args.max_steps, Path(str(checkpoint))
+        refuse_if(0 < steps < done, f"{done} steps are done, and max_steps is {steps}; raise it")
+        refuse_if(
+            checkpoint is not None and not [*saved.glob("optimizer*"), *saved.glob("global_step*")],
+            f"{checkpoint} has no optimizer, which save_only_model leaves out; begin a new run",
+        )
         try:
             result = super().train(resume_from_checkpoint=checkpoint and str(checkpoint), **options)
         finally:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
+from transformers import AutoConfig
 
 from rope_extend.attention.packed import check_packed_attention
 from rope_extend.data.blocks import cut_blocks
 from rope_extend.data.choices import UNPACKED
-from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.documents import Document, check_vocabulary, fingerprint, in_common, load_documents
 from rope_extend.data.given_blocks import MADE
 from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import check_packing, ended, packed_blocks
 from rope_extend.data.sampled_positions import PositionCollator, check_sampled
 from rope_extend.errors import RopeExtendError, refuse_if
+from rope_extend.models.loading import pretrained
 from rope_extend.patching import current_patch
 from rope_extend.training.chunked_loss import has_chunked_loss
 from rope_extend.training.recipe import Recipe
@@ -52,16 +54,21 @@ def blocks(
         positions: `pose`, `cream` or `random`: short blocks at `position_ids` of the whole window to which
             `model` is extended. Those of a block are the same in every epoch; `PositionCollator` draws new
             ones.
-        model: the extended model; needed for `packing` and `positions`, to which not every method and family
-            is suited.
+        model: the extended model, whose window and vocabulary blocks are checked against; needed for
+            `packing` and `positions`, to which not every method and family is suited.
         seed: seed of the positions.
         tokenizer: with `packing`, each document ends with its end-of-text token (EOS), as in pretraining.
 
     Raises:
-        RopeExtendError: texts that are too short, packing together with positions, either without a model, or
-            a model to which they are not suited.
+        RopeExtendError: texts that are too short, or not of this model; packing together with positions,
+            either without a model, or a model to which they are not suited.
     """
-    length = parse_length(length)
+    length, patch = parse_length(length), None if model is None else current_patch(model)
+    if patch is not None:
+        check_vocabulary(documents, cast(Any, model).get_input_embeddings().weight.shape[0])
+        window, bound = patch.target_length, "at most" if positions is None else "less than"
+        wrong = length > window - (positions is not None)
+        refuse_if(wrong, f"blocks: length {length} must be {bound} {window}, to which model is extended")
     if not packing and positions is None:
         return TrainerBlocks(cut_blocks(documents, length))
     refuse_if(
@@ -69,7 +76,6 @@ def blocks(
         f"blocks: packing and positions={positions!r} cannot be combined, because both choose position_ids; "
         "leave one of them out",
     )
-    patch = None if model is None else current_patch(model)
     if model is None or patch is None:
         name = "packing" if packing else "positions"
         raise RopeExtendError(
@@ -169,6 +175,8 @@ def load_data(recipe: Recipe, tokenizer: Any, lengths: Sequence[int], trained_le
         recipe.data, split=recipe.split, max_documents=recipe.max_documents,
         min_tokens=2 if recipe.packs else recipe.length,
     )  # fmt: skip
+    config = pretrained(AutoConfig, recipe.model).get_text_config(decoder=True)
+    check_vocabulary(texts, config.vocab_size)
     if recipe.packs:
         texts = ended(texts, tokenizer)
     if recipe.mixed_windows:

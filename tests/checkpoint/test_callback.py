@@ -136,6 +136,16 @@ def test_a_model_without_a_patch_is_refused_before_the_first_step(
     assert not list(tmp_path.glob("run/*"))
 
 
+def test_processes_that_trainer_does_not_know_of_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would do the whole run, in one directory."""
+    run = trainer(patched(base, "full"), tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RopeExtendError, match=r"torchrun started 2 processes .*, but only 1 found"):
+        rx.SaveEncodingCallback().on_init_end(run.args, run.state, run.control, run.model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(

@@ -355,9 +355,15 @@ def test_packed_documents_do_not_see_each_other(family: str, mask: torch.Tensor 
         ({"positions": "pose", "model": None}, "needs the extended model"),
         ({"positions": "pse"}, "no position sampler is named 'pse'; use one of pose"),
         ({"positions": "pose", "seed": -1}, "seed must be at least 0; got -1"),
-        ({"positions": "pose", "length": 512}, "3 to 256 tokens"),
-        ({"length": 500}, "none of 1 documents has 500 tokens"),
-        ({"packing": True, "length": 500}, "400 tokens together"),
+        (
+            {"positions": "pose", "length": 256},
+            "length 256 must be less than 256, to which model is extended",
+        ),
+        ({"positions": "pose", "length": 2}, "3 to 256 tokens"),
+        ({"length": 257}, "length 257 must be at most 256"),
+        ({"length": 250}, "none of 1 documents has 250 tokens"),
+        ({"packing": True, "length": 250}, "200 tokens together"),
+        ({"vocabulary": 65}, "contain token 64, but the model has the tokens 0 to 63"),
         ({"packing": True, "chunked": False}, r"needs rope_extend.chunked_loss\(model\)"),
         ({"positions": "pose", "method": "alibi"}, "only rotary methods use sampled positions"),
     ],
@@ -370,7 +376,7 @@ def test_blocks_that_do_not_suit_the_model_are_refused(options: dict[str, Any], 
         rx.chunked_loss(model)
     if method := options.pop("method", None):
         rx.patch_model(model, rx.encoding(method), target_length=256)
-    documents = [rx.Document("one", torch.arange(400) % 60)]
+    documents = [rx.Document("one", torch.arange(200) % options.pop("vocabulary", 60))]
     with pytest.raises(RopeExtendError, match=message):
         rx.blocks(documents, **options)
 
@@ -448,8 +454,11 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
         with pytest.raises(RopeExtendError, match=r"checkpoint-4 of another run.*resume_from_che"):
             made(tmp_path, max_steps=2).train(checkpoint)
     assert checkpoints(tmp_path) == before
-    with pytest.raises(RopeExtendError, match="save_only_model"):
-        made(tmp_path, save_only_model=True).train(resume_from_checkpoint=True)
+    with pytest.raises(RopeExtendError, match="4 steps are done, and max_steps is 3"):
+        made(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    made(tmp_path / "weights", save_only_model=True, max_steps=2).train()
+    with pytest.raises(RopeExtendError, match="checkpoint-2 has no optimizer, which save_only_model leaves"):
+        made(tmp_path / "weights").train(resume_from_checkpoint=True)
 
 
 def test_arguments_that_need_checkpoints_in_their_final_place_are_refused(tmp_path: Path) -> None:
