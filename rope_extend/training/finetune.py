@@ -261,7 +261,7 @@ def _trainer(
         learning_rate=recipe.learning_rate,
         warmup_steps=recipe.warmup_steps,  # linear from a tenth, then constant (2306.15595, section 3.1)
         lr_scheduler_type="warmup_stable_decay",
-        # The last checkpoint has the rate of a step that may follow, which is before any decay.
+        # -1: a run of more steps resumes with the rate in the last checkpoint, which must not have decayed.
         lr_scheduler_kwargs={"min_lr_ratio": 0.1, "num_decay_steps": -1},
         adam_beta2=0.95,  # with no weight decay, and the norm clipped to 1, which are Trainer's defaults
         optim=recipe.optim,
