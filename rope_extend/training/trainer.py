@@ -33,6 +33,7 @@ from rope_extend.data.documents import fingerprint
 from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.evaluation.loss_computer import RunOptions, peak_memory_bytes
 from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.statistics import plain
 from rope_extend.files import write_text
 from rope_extend.models.loading import one_error
 from rope_extend.training.recipe import Recipe
@@ -308,7 +309,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         """Write the history of the run, which its checkpoints have too, so a resumed run repeats no line."""
         history = self.state.log_history  # a checkpoint has the names of a line in this order
         lines = [{name: line[name] for name in sorted(line) if name != "epoch"} for line in history]
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        text = "".join(f"{json.dumps(plain(line), allow_nan=False)}\n" for line in lines)
         if self.is_world_process_zero():
             with one_error("cannot write the metrics", "Make room, then resume from the last checkpoint"):
                 write_text(self._metrics_path, text)

@@ -446,6 +446,13 @@ def test_an_interrupted_run_has_a_checkpoint_from_which_its_trainer_continues(
     assert [line["step"] for line in metrics(tmp_path / "whole")] == [1, 2, 3, 4]
 
 
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    trainer.state.log_history = [{"perplexity": {32: torch.tensor(0.0).log().item()}}]
+    trainer._write_metrics()
+    assert metrics(tmp_path) == [{"perplexity": {"32": None}}]
+
+
 def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:
     made(tmp_path).train()
     before = checkpoints(tmp_path)
