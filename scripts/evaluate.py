@@ -42,7 +42,6 @@ def main(args: argparse.Namespace) -> None:
         parser.error(f"the control {args.control_adapter} was trained beyond the old window, {window}")
     if lengths[-1] > window:  # at its own window, both rows keep losses in the blocks of the control
         lengths = sorted({window, *lengths})
-    output.mkdir(parents=True, exist_ok=True)
 
     tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
@@ -55,7 +54,8 @@ def main(args: argparse.Namespace) -> None:
     reach = patch.target_length if patch else rx.info(model).current_length
     if lengths[-1] > reach:
         print(f"{lengths[-1]} tokens exceed the window of {reach} tokens, so expect nonsense after it")
-    rows = {str(patch.encoding) if patch else "unpatched": rx.perplexity(model, documents, lengths)}
+    label = f"{Path(args.model).name}, {patch.encoding if patch else 'unpatched'}"
+    rows = {label: rx.perplexity(model, documents, lengths)}
     del model, patch
     if lengths[-1] > window:  # the model before its extension, which may do harm within the window too
         model = rx.load_any(args.control_adapter or base, base_model=base)
@@ -68,6 +68,7 @@ def main(args: argparse.Namespace) -> None:
         same, beyond = row.against(cropped), f"from token {window} on, targets of the control"
         table[f"{ours}, {beyond}"] = {each.length: each.before * each.ratio for each in same}
         table[f"{name}, {beyond}"] = {each.length: each.before for each in same}
+    output.mkdir(parents=True, exist_ok=True)
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["row", *lengths])

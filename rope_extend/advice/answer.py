@@ -32,6 +32,7 @@ from rope_extend.advice.question import (
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.data.blocks import control_flags
+from rope_extend.data.sources import source_files
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.files import expand_home
@@ -278,6 +279,11 @@ def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) 
             "The recipe trains on PG-19, books that it downloads from the hub, and evaluates on others of "
             "them. Without a network, or for other texts, ask again with long documents of your own, data=."
         )
+    else:
+        try:
+            source_files(fields["data"])
+        except RopeExtendError as error:
+            yield f"The recipe needs its texts before it runs: {error}."
     if fields["data"] == BOOKS and question.target > LONGEST_BOOKS:
         yield (
             "PG-19 has books of about 100k tokens: few fill a longer block, and the run evaluates at up to "

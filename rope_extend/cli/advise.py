@@ -84,6 +84,8 @@ def advise(arguments: argparse.Namespace) -> None:
         print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
     print(in_flags(describe(advice, written), {"train": "--train", "data": "--data"}))
+    if advice.memory and arguments.gpu is None:
+        print("\nmemory and time are those of an H100, because no --gpu is given")
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:

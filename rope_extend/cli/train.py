@@ -134,7 +134,7 @@ def _next(recipe: Recipe, run: str, patch: Patch) -> str:
     from rope_extend.data.blocks import control_flags  # imports torch
 
     output, control = quote(run), quote(f"{run}-control")
-    data = f"--data path/to/long/documents --output {quote(f'{run}-report')}"
+    data = f"--data path/to/other/documents --output {quote(f'{run}-report')}"
     if recipe.full:  # with a record of its window
         return f"evaluate it: rope-extend evaluate {output} {data}"
     if recipe.trained_length is not None:  # otherwise the adapters are of another model

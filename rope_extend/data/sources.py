@@ -54,7 +54,9 @@ Source = str | Path | Sequence[str | Path]
 
 def describe_source(source: Source) -> str:
     """A source in an error or a log line."""
-    return repr(str(source)) if isinstance(source, str | Path) else f"{len(source)} sources"
+    if not isinstance(source, str | Path):
+        return f"{len(source)} sources" if len(source) > 1 else describe_source(source[0])
+    return repr(str(source))
 
 
 def is_dataset(source: str) -> bool:

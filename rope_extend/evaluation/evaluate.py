@@ -164,7 +164,9 @@ def _lead(
         command = ["rope-extend", "advise", shown(config.model), "--train", "--target-length", target]
         if config.trained_length is not None:
             command += ["--trained-length", format_length(config.trained_length)]
-        text = shlex.join([*command, "--data", "path/to/other/documents", "--output", "recipe.yaml"])
+        text = shlex.join(
+            [*command, "--data", "path/to/other/documents", "--output", f"recipe-{target}.yaml"]
+        )
         heading = "To train: this estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
     parts += _training_notes(measured.rows)

@@ -104,9 +104,9 @@ def decide(
         f"brackets, the 95 % interval over {documents}. ✓ if all of the 99.5 % interval is below 0: in "
         "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
         "Otherwise ?, as it may be chance.",
-        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. ✓ within {window}: by the estimate, at "
-        f"most {MOST_COST - 1:.0%} more than plain RoPE, and than a trained control; ✗ if all of the 95 % "
-        "interval is above that, otherwise ?.",
+        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. Within {window}: instead of plain RoPE, "
+        f"and of a trained control. ✓ if all of the 95 % interval is at most {MOST_COST - 1:.0%}, ✗ if all "
+        "is above that, otherwise ?.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
@@ -151,7 +151,8 @@ def _sentence(
     undecided, train = [each for each in whole if each.success is None], False
     trained = any((row.adapter and not _is_control(row)) or row.of_same_weights for row in rows)
     if unfinished:
-        first = f"Not decided yet: not wholly measured are {', '.join(unfinished)}."
+        first = f"Not decided yet: not wholly measured are {'; '.join(unfinished)}."
+        more = " The same command with --resume measures the rest."
     elif not ppl:
         first = "No row can be judged: no perplexity was measured; give long documents (--data)."
     elif not judged:
@@ -225,14 +226,17 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"cropped context: {words}"
     )
     if (within := within_window(result, control)) is not None and within.ratio > MOST_COST:
-        said += f"; within {window} it is {_change(within.ratio)}"
+        said += f"; within {window} it is {_change(within.ratio)}, and {MOST_COST - 1:.0%} is allowed"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
     if useful is False:
         return f"The longer context is of no use: {said}."
     if change.clear and not control.is_weak:
         return f"The longer context may be of use: {said}."
-    return f"It is not certain that the longer context is of use: {said}."
+    then = "Measure more documents, or train longer, the control too."
+    if change.nats > 0:
+        return f"By the estimate, the longer context is of no use, which is not certain: {said}. {then}"
+    return f"It is not certain that the longer context is of use: {said}. {then}"
 
 
 def _alone(comparison: Comparison) -> str:
@@ -373,15 +377,17 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
     if plain.of_same_weights:
         words = f"{_with_interval(change)}, compared with {plain.label}"
         return Criterion(words, None, "the base model is not measured")
-    most, words = change, _with_interval(change)
+    costs, words = [change], _with_interval(change)
     trained = within_window(gain.second.result, gain.first.result) if gain.first.adapter is not None else None
     if trained is not None:
-        words = f"{_with_interval(trained)}, compared with the trained control"
-        most = max(trained, change, key=lambda each: each.ratio)
-    if most.ratio > MOST_COST and most.low is not None and ppl(most.low) <= MOST_COST:
-        documents = counted(most.documents, "document")
-        return Criterion(words, None, f"over {documents}, the cost within the old window may be chance, too")
-    return Criterion(words, most.ratio <= MOST_COST)
+        costs, words = [change, trained], f"{_with_interval(trained)}, compared with the trained control"
+    ends = [(-math.inf if each.low is None else ppl(each.low), each.high) for each in costs]
+    if any(low > MOST_COST for low, _ in ends):
+        return Criterion(words, False)
+    if all(high is not None and ppl(high) <= MOST_COST for _, high in ends):
+        return Criterion(words, True)
+    documents, most = counted(change.documents, "document"), f"{MOST_COST - 1:.0%}"
+    return Criterion(words, None, f"over {documents}, the cost within the old window may be above {most}")
 
 
 def _with_interval(change: Difference) -> str:

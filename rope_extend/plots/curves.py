@@ -33,7 +33,7 @@ LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
-    The title has that of the best extended row and of plain RoPE at the longest length.
+    The title has that of the best extended row and of its control, on the control's targets.
 
     Where a control scored a part of the targets only, this is an estimate, and its label says so.
 
@@ -41,14 +41,19 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
         path: the output file; the suffix gives the format.
     """
-    title, longest = "Perplexity by length", max((row.result.max_length for row in rows), default=0)
-    ends = [(row.result.levels.get(longest, math.nan), row) for row in rows if not row.cropped]
-    extended = [(ppl, row.label) for ppl, row in ends if row.is_extended and math.isfinite(ppl)]
-    before = [ppl for ppl, row in ends if not (row.is_extended or row.adapter or row.of_same_weights)]
-    if extended and before and longest > (rows[0].trained_length or longest):
-        (best, label), at = min(extended), format_length(longest)
-        shown, plain = (f"{ppl:,.{2 if ppl < 100 else 0}f}" for ppl in (best, before[0]))
-        title = f"Perplexity {shown} at {at} with {label}, {plain} with plain RoPE"
+    gains = [
+        (change.before * change.ratio, change.before, row)
+        for row in rows
+        if row.is_extended and not row.cropped and (control := row.control_in(rows))
+        for change in row.result.against(control.result)[-1:]
+        if math.isfinite(change.nats) and not control.result.is_weak
+    ]
+    title = "Perplexity by length"
+    if gains:
+        ours, cropped, row = min(gains, key=lambda gain: gain[0])
+        shown = [f"{ppl:,.{2 if ppl < 100 else 0}f}" for ppl in (ours, cropped)]
+        beyond = f"Beyond {format_length(rows[0].trained_length)}"
+        title = f"{beyond}: perplexity {shown[0]} with {row.label}, {shown[1]} with a cropped context"
     canvas = Canvas(path, title, room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from rope_extend.files import replacing
 from rope_extend.method_names import method_names
@@ -172,7 +172,8 @@ def perplexity_axis(axes: Axes) -> None:
     """Make the vertical axis one of perplexities, logarithmic."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3)))
+    few = MaxNLocator(6) if high < 5 * low else LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3))
+    axes.yaxis.set_major_locator(few)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     axes.set_ylabel("perplexity (lower is better)", color=INK)

@@ -53,8 +53,9 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     rows.append(row("some", None, 2.2, protocol="cropped", window=32, blocks=2, tokens=some))
     path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png")
     axes = drawn[0].axes
-    plain, best = (rows[n].result.ppl[256] for n in (0, 4))
-    title = f"Perplexity {best:.2f} at 256 with YaRN + LoRA, {plain:,.0f} with plain RoPE"
+    gain = rows[4].result.against(rows[5].result)[-1]
+    numbers = f"{gain.before * gain.ratio:.2f} with YaRN + LoRA, {gain.before:.2f}"
+    title = f"Beyond 32: perplexity {numbers} with a cropped context"
     assert axes.get_title(loc="left").replace("\n", " ") == title
     rows[-1] = replace(rows[-1], label="some (estimated)")
     assert lines(axes).keys() == {r.label for r in rows}

@@ -84,14 +84,14 @@ def test_the_commands_of_a_report_run_as_printed(
         main(shlex.split(f"{command} --trained-length 32 --data data --output out{number}"))
         for text in (capsys.readouterr().out, Path(f"out{number}/report.md").read_text()):
             printed += re.findall(r"```\n(rope-extend .*)\n```", text)
-    options = "--target-length 64 --trained-length 32 --data path/to/other/documents --output recipe.yaml"
+    options = "--target-length 64 --trained-length 32 --data path/to/other/documents --output recipe-64.yaml"
     names = (tmp_path / "mine" / "model", "path/to/model", "model", "model")
     assert printed == [f"rope-extend advise {name} --train {options}" for name in names]
     main(shlex.split(printed[0])[1:])
     said = capsys.readouterr().out
-    assert "written: recipe.yaml" in said
+    assert "written: recipe-64.yaml" in said
     assert re.search("verdict +train. The target is 2 times", said)  # not to measure first, once more
-    assert Recipe.from_yaml("recipe.yaml").target_length == 64
+    assert Recipe.from_yaml("recipe-64.yaml").target_length == 64
     assert str(tmp_path) not in Path("out1/report.html").read_text()
     for number, shortened in enumerate((True, False)):
         text = Path(f"out{number}/report.md").read_text()
