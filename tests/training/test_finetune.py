@@ -123,7 +123,7 @@ def test_all_weights_are_trained_saved_and_resumed(
 ) -> None:
     base = tiny_llama(tie_word_embeddings=tied)
     recipe = on_base(recipe, base, tmp_path)
-    recipe = replace(recipe, lora_targets="none", lora_dropout=0, optim=optim, steps=4)
+    recipe = replace(recipe, lora_targets="none", lora_dropout=0, optim=optim, steps=4, warmup_steps=1)
     result = finetune(recipe)
     before = base.state_dict()
     assert all(not torch.equal(value, before[name]) for name, value in result.model.named_parameters())
