@@ -122,11 +122,10 @@ def newest_intact(directory: Path) -> Path | None:
                 logger.warning("%s; resuming from %s instead", text, checkpoint.name)
             return checkpoint
         reasons.append(f"the checkpoint {checkpoint} is damaged: {reason}")
-    if reasons:
-        raise RopeExtendError(
-            f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start a new run in another "
-            "directory"
-        )
+    problems = "; ".join(reasons)
+    refuse_if(
+        bool(reasons), f"nothing to resume: {problems}. Restore one, or start a run in another directory"
+    )
     return None
 
 
@@ -247,8 +246,5 @@ def check_continues(before: RunState, now: RunState) -> None:
             "as many processes with the same cp_size or split_window, or start a new run in another "
             f"directory. Of the recipe, only these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
-    steps = now.recipe["steps"]
-    refuse_if(
-        steps < before.step,
-        f"cannot resume: {before.step} steps are done, and the recipe has steps {steps}; raise steps",
-    )
+    done, steps = before.step, now.recipe["steps"]
+    refuse_if(steps < done, f"cannot resume: {done} steps are done, and not {steps}; raise steps")

@@ -118,12 +118,11 @@ class Sharding:
             f"this model has layers of type {kinds}, and only full attention can be cut": kinds != "",
             f"{recipe.length} tokens cannot be cut into {pieces} equal pieces": recipe.length % pieces != 0,
         }
-        if not any(refusals.values()):
+        if (reason := next((reason for reason, wrong in refusals.items() if wrong), None)) is None:
             return
         instead = f"Use split_window {self.parts} instead, which shares a block under every method"
         try:
             check_split(model, self.parts)
         except RopeExtendError as error:
             instead = f"Nor does split_window: {error}"
-        reason = next(reason for reason, wrong in refusals.items() if wrong)
         raise RopeExtendError(f"ring attention (cp_size {self.parts}) does not work: {reason}. {instead}")

@@ -263,13 +263,10 @@ def check_trackers(names: Sequence[str]) -> None:
     Raises:
         RopeExtendError: says what to install, and how trackers are called.
     """
-    installed = integration_utils.get_available_reporting_integrations()
-    for name in names:
-        package, known = name.replace("_", "-"), ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
-        refuse_if(
-            name not in installed,
-            f"recipe: the tracker {name} is not installed; pip install {package}, or use one of {known}",
-        )
+    known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
+    for name in {*names} - {*integration_utils.get_available_reporting_integrations()}:
+        to_have = f"pip install {name.replace('_', '-')}, or use one of {known}"
+        raise RopeExtendError(f"recipe: the tracker {name} is not installed; {to_have}")
 
 
 def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:

@@ -161,7 +161,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:  # otherwise finetune has read the state
             self.progress = RunState() if checkpoint is None else read_state(Path(checkpoint))
         done, steps, saved = self.progress.step, self.args.max_steps, Path(str(checkpoint))
-        refuse_if(0 < steps < done, f"{done} steps are done, and max_steps is {steps}; raise it")
+        refuse_if(0 < steps < done, f"cannot resume: {done} steps are done, and not {steps}; raise steps")
         refuse_if(
             checkpoint is not None and not [*saved.glob("optimizer*"), *saved.glob("global_step*")],
             f"{checkpoint} has no optimizer, which save_only_model leaves out; begin a new run",

@@ -27,8 +27,6 @@ from rope_extend.training.chunked_loss import has_chunked_loss
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import parse_length
 
-Item = dict[str, torch.Tensor]
-
 
 def blocks(
     documents: Sequence[Document],
@@ -98,7 +96,7 @@ def blocks(
     return TrainerBlocks(cut_blocks(documents, length), collator)
 
 
-class TrainerBlocks(torch.utils.data.Dataset[Item]):
+class TrainerBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """What `blocks` returns; with a `count`, that number of blocks of an endless stream, as a run reads."""
 
     def __init__(
@@ -110,7 +108,7 @@ class TrainerBlocks(torch.utils.data.Dataset[Item]):
     def __len__(self) -> int:
         return len(self._parts) if self._count is None else self._count
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         number = range(len(self))[index]
         item = dict(self._parts[number])
         if self._collator is not None:

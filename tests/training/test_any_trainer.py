@@ -461,7 +461,7 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
         with pytest.raises(RopeExtendError, match=r"checkpoint-4 of another run.*resume_from_che"):
             made(tmp_path, max_steps=2).train(checkpoint)
     assert checkpoints(tmp_path) == before
-    with pytest.raises(RopeExtendError, match="4 steps are done, and max_steps is 3"):
+    with pytest.raises(RopeExtendError, match="4 steps are done, and not 3; raise steps"):
         made(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
     made(tmp_path / "weights", save_only_model=True, max_steps=2).train()
     with pytest.raises(RopeExtendError, match="checkpoint-2 has no optimizer, which save_only_model leaves"):
