@@ -129,6 +129,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "SaveEncodingCallback for them",
         )
         given = options.pop("callbacks", None) or ()
+        args.data_seed = args.seed if args.data_seed is None else args.data_seed  # of the processes alike
         self.steps = _StepCallback(self)
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
@@ -207,10 +208,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
-        """As in `Trainer`; processes that share each window get the same blocks."""
-        sampler, split = super()._get_train_sampler(*args, **options), current_split(self.model)
-        return sampler if split is None else split.sampler(sampler, self.args.per_device_train_batch_size)
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        """As in `Trainer`; processes that share each window get the same batches."""
+        if (split := current_split(self.model)) is not None:
+            split.same_batches(self)
+        return super()._get_dataloader(*args, **options)
 
     @property
     def sequences(self) -> int:
