@@ -521,7 +521,7 @@ def _group_as_one(kind: Any, size: int) -> Any:
 
         def gather(self, tensor: Any) -> Any:
             def of_first(every: Tensor) -> Tensor:
-                return every.unflatten(0, (self.num_processes, size, -1))[:, 0].flatten(0, 1)
+                return torch.cat(every.chunk(self.num_processes * size)[::size])
 
             return recursively_apply(of_first, super().gather(tensor))
 

@@ -319,10 +319,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return dict(super().evaluate(*args, **options))
         data, main, step = self.run.data, self.is_world_process_zero(), self.progress.step
-        chunked, model = RunOptions(chunk=self.run.chunk_size), self.model.eval()
-        model.measure = partial(
-            perplexity, model, data.held_out, data.lengths, options=chunked, progress=main
-        )
+        chunks, model = RunOptions(chunk=self.run.chunk_size), self.model.eval()
+        model.measure = partial(perplexity, model, data.held_out, data.lengths, options=chunks, progress=main)
         register_fsdp_forward_method(model, "measure")  # FSDP gathers outer weights only in such a method
         try:
             with self.autocast_smart_context_manager(), torch.no_grad():
