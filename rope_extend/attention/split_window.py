@@ -23,7 +23,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, Sampler
 from transformers.masking_utils import create_masks_for_generate
 
 from rope_extend.attention.foreign_splits import SINKS, check_shareable, ring_mesh, ulysses
@@ -288,7 +287,9 @@ class SplitWindow(Removable):
         for module, handler in zip(self._modules, self._handlers, strict=True):
             setattr(module, HANDLER, handler)
             module.config = views[id(model_config(module))]
+        self._labels: list[Tensor] = []
         self._hooks = [
+            lm.register_forward_pre_hook(self._note_labels, with_kwargs=True),
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, always_call=True),
             *(each.register_forward_pre_hook(self._hand_over, with_kwargs=True) for each in self._modules),
@@ -307,13 +308,38 @@ class SplitWindow(Removable):
                 setattr(module, HANDLER, handler.inner)
                 module.config = config
 
-    def sampler(self, sampler: Any, batch_size: int) -> Sampler[int]:
-        """A sampler with which each process of a group gets the same batches from `Trainer` or `accelerate`.
+    def same_batches(self, trainer: Any) -> None:
+        """Let a `Trainer` give the processes that share a window the same batches, to train and to evaluate.
 
-        They deal batches out to processes in turn, so each batch comes once for each process of a group; the
-        processes of a group must have consecutive ranks. An incomplete last batch is left out.
+        They count as one process, so batches, their order and metrics are those of as many processes as there
+        are groups, also of a resumed run; each reads a stream by itself, as with `dispatch_batches=False`.
+        The processes of a group must have consecutive ranks.
+
+        Args:
+            trainer: transformers' `Trainer`, one built on it, or accelerate's `Accelerator`, of which this
+                changes the loaders that are made later. Calling it again does nothing.
+
+        Raises:
+            RopeExtendError: accelerate has not connected the processes.
         """
-        return _Repeated(sampler, batch_size, self.processes.size)
+        accelerator = getattr(trainer, "accelerator", trainer)
+        found, connected = accelerator.num_processes, dist.get_world_size()
+        refuse_if(
+            found != connected,
+            f"split_window: {connected} processes are connected, but accelerate found {found}, so each would "
+            "train alone; start them with torchrun --nproc-per-node N, on a CPU with ACCELERATE_USE_CPU=true",
+        )
+        group = object.__new__(_group_as_one(type(accelerator), self.processes.size))
+        group.__dict__ = accelerator.__dict__
+        for name in ("prepare_data_loader", "gather_for_metrics"):
+            setattr(accelerator, name, partial(self._while_split, group, accelerator, name))
+        if hasattr(trainer, "gather_function"):
+            trainer.gather_function = accelerator.gather_for_metrics
+
+    def _while_split(self, group: Any, accelerator: Any, name: str, *args: Any, **options: Any) -> Any:
+        """A method of an accelerator, or while the model is split that of its group."""
+        instance = group if getattr(self._decoder, _SPLIT, None) is self else accelerator
+        return getattr(type(instance), name)(instance, *args, **options)
 
     @contextmanager
     def own_share(self) -> Iterator[Processes]:
@@ -339,9 +365,16 @@ class SplitWindow(Removable):
         return cache
 
     @never_compiled
+    def _note_labels(self, lm: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: keep labels, which its decoder does not get."""
+        given = (kwargs.get(name) for name in ("labels", "shift_labels"))
+        self._labels = [labels for labels in given if isinstance(labels, Tensor)]
+
+    @never_compiled
     def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Forward pre-hook of the decoder: give it the tokens of this process."""
-        cache = kwargs.get(CACHE)
+        cache, labels = kwargs.get(CACHE), self._labels
+        self._labels = []
         if cache is not None and not getattr(cache, _SPLIT, False):
             return None
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
@@ -354,7 +387,8 @@ class SplitWindow(Removable):
         )
         tokens, seen = first.shape[1], 0 if cache is None else cache.get_seq_length()
         at = torch.arange(seen, seen + tokens, device=first.device)[None] if positions is None else positions
-        self._check_equal(first, at, *([mask] if isinstance(mask, Tensor) and mask.dim() == 2 else []))
+        masks = [mask] if isinstance(mask, Tensor) and mask.dim() == 2 else []
+        self._check_equal(first, at, *masks, *labels)
         self.running = WholeWindow(tokens, at, self._masks(first, mask, positions, cache))
         own = {name: self.processes.own(value) for name, value in given.items()}
         own["position_ids"] = self.processes.own(at, dim=at.dim() - 1)
@@ -393,7 +427,10 @@ class SplitWindow(Removable):
             )
         sized = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim()]
         unknown = [name for name in sized if name not in _KNOWN]  # not the number of labels, from Trainer
-        unknown += [name for name in ("output_attentions", "output_hidden_states") if kwargs.get(name)]
+        for name in ("output_attentions", "output_hidden_states"):
+            asked = kwargs.get(name)
+            if asked or (asked is None and getattr(self._decoder.config, name, False)):
+                unknown.append(name)
         if unknown or others:
             raise PatchError(
                 f"split_window: {', '.join(unknown) or 'inputs without a name'} cannot be shared by several "
@@ -412,7 +449,7 @@ class SplitWindow(Removable):
         if bool((everyone != digest).any()):
             raise RopeExtendError(
                 "split_window: the processes that share a window got different batches; give each the same, "
-                "in a Trainer by the sampler split.sampler(sampler, batch_size)"
+                "in a Trainer by split.same_batches(trainer)"
             )
 
     @never_compiled
@@ -467,18 +504,34 @@ def _update_shared(update: Any, split: SplitWindow) -> Callable[..., tuple[Tenso
     return shared
 
 
-class _Repeated(Sampler[int]):
-    """See `SplitWindow.sampler`."""
+def _group_as_one(kind: Any, size: int) -> Any:
+    """A kind of `Accelerator` that takes the processes of a group for one."""
+    from accelerate.utils import recursively_apply
 
-    def __init__(self, sampler: Any, batch_size: int, times: int) -> None:
-        self.sampler, self.batch_size, self.times = sampler, batch_size, times
+    class GroupAsOne(kind):  # type: ignore[misc]
+        dispatch_batches, torch_device_mesh = False, None  # by which it would deal batches out otherwise
 
-    def __len__(self) -> int:
-        return len(self.sampler) // self.batch_size * self.batch_size * self.times
+        @property
+        def num_processes(self) -> int:
+            return int(super().num_processes) // size
 
-    def __iter__(self) -> Iterator[int]:
-        for batch in BatchSampler(self.sampler, self.batch_size, drop_last=True):
-            yield from batch * self.times
+        @property
+        def process_index(self) -> int:
+            return int(super().process_index) // size
 
-    def __getattr__(self, name: str) -> Any:  # such as the generator, which accelerate synchronises
-        return getattr(self.__dict__["sampler"], name)
+        def gather(self, tensor: Any) -> Any:
+            def of_first(every: Tensor) -> Tensor:
+                return torch.cat(every.chunk(self.num_processes * size)[::size])
+
+            return recursively_apply(of_first, super().gather(tensor))
+
+        def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+            try:
+                recursively_apply(lambda each: each, input_data, error_on_other_type=True)
+            except TypeError:
+                use_gather_object = True
+            if use_gather_object and super().process_index % size:
+                input_data = input_data[:0]
+            return super().gather_for_metrics(input_data, use_gather_object)
+
+    return GroupAsOne

@@ -130,6 +130,7 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             "SaveEncodingCallback for them",
         )
         given = options.pop("callbacks", None) or ()
+        args.data_seed = args.seed if args.data_seed is None else args.data_seed  # of the processes alike
         self.steps = _StepCallback(self)
         callbacks = [SaveEncodingCallback(run.base_model if run else None), *given, self.steps]
         super().__init__(model, args, callbacks=callbacks, **options)
@@ -209,10 +210,11 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
-        """As in `Trainer`; processes that share each window get the same blocks."""
-        sampler, split = super()._get_train_sampler(*args, **options), current_split(self.model)
-        return sampler if split is None else split.sampler(sampler, self.args.per_device_train_batch_size)
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        """As in `Trainer`; processes that share each window get the same batches."""
+        if (split := current_split(self.model)) is not None:
+            split.same_batches(self)
+        return super()._get_dataloader(*args, **options)
 
     @property
     def sequences(self) -> int:
@@ -319,10 +321,8 @@ class RopeTrainer(Trainer):  # type: ignore[misc]
         if self.run is None:
             return dict(super().evaluate(*args, **options))
         data, main, step = self.run.data, self.is_world_process_zero(), self.progress.step
-        chunked, model = RunOptions(chunk=self.run.chunk_size), self.model.eval()
-        model.measure = partial(
-            perplexity, model, data.held_out, data.lengths, options=chunked, progress=main
-        )
+        chunks, model = RunOptions(chunk=self.run.chunk_size), self.model.eval()
+        model.measure = partial(perplexity, model, data.held_out, data.lengths, options=chunks, progress=main)
         register_fsdp_forward_method(model, "measure")  # FSDP gathers outer weights only in such a method
         try:
             with self.autocast_smart_context_manager(), torch.no_grad():

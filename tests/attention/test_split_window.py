@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration
 from alternative_cases import ALTERNATIVES
 from cases import ALL_FAMILIES, tiny_model
 from peft import LoraConfig, get_peft_model
@@ -24,7 +27,8 @@ from several_processes import launch
 from test_forward_plan import CPU, SHAPES, measured
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
@@ -156,11 +160,23 @@ def inputs() -> None:
         assert torch.equal(deepcopy(model)(IDS).logits, after)
         with pytest.raises(RopeExtendError, match="split already"):
             rx.split_window(model)
-        with pytest.raises(RopeExtendError, match=r"got different batches.*split\.sampler"):
-            model(IDS + dist.get_rank() % 2)
-        with pytest.raises(PatchError, match="output_hidden_states cannot be shared"):
-            model(IDS, output_hidden_states=True)
-        assert [*split.sampler([5, 6, 7], 2)] == [5, 6] * dist.get_world_size()
+        other = IDS + dist.get_rank() % 2
+        for loss, name in (
+            (nullcontext, "input_ids"), (nullcontext, "labels"), (rx.chunked_loss, "labels"),
+            (rx.chunked_loss, "shift_labels"),
+        ):  # fmt: skip
+            wrong = pytest.raises(RopeExtendError, match=r"got different batches.*split\.same_batches")
+            with loss(model), wrong:
+                model(**{"input_ids": IDS, name: other})
+        for name in ("output_hidden_states", "_output_attentions"):  # as config.output_attentions is stored
+            refused = pytest.raises(PatchError, match=f"{name.removeprefix('_')} cannot be shared")
+            for asked in ({name.removeprefix("_"): True}, {}):
+                with refused:
+                    model(IDS, **asked)
+                vars(model.config)[name] = True
+            vars(model.config)[name] = False
+        with pytest.raises(RopeExtendError, match=r"accelerate found 1, so.*ACCELERATE_USE_CPU=true"):
+            split.same_batches(Accelerator())  # which connects no processes on a CPU by itself
         with rx.patch_model(model, rx.encoding("none")), pytest.raises(PatchError, match="patched after"):
             model(IDS)
     assert torch.equal(texts, model.generate(IDS[:, :40], max_new_tokens=5, do_sample=False))
@@ -303,6 +319,102 @@ def test_processes_that_share_a_window_compute_what_one_does(
 ) -> None:
     script = PATHS + f"from test_split_window import run\nrun({which!r})"
     launch(script, where=tmp_path, processes=processes)
+
+
+BLOCKS = [{"input_ids": ids, "labels": ids} for ids in torch.arange(12 * 20).view(12, 20) % 60]
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+(TO_SPLIT,) = re.findall(r"^```\n(rx\.split_window.*)\n```$", PAGE, re.MULTILINE)
+
+
+def trainer_of(kind: Any, output: str, split: int, **changes: Any) -> tuple[Trainer, list[Any]]:
+    """A trainer that evaluates twice, and a list that gets the rows of its batches and evaluations."""
+    model, rows = llama("yarn"), []
+
+    class Noted(kind):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            rows.append(inputs["input_ids"][:, 0].tolist())
+            return super().training_step(model, inputs, *args)
+
+    def metrics(evaluated: Any) -> dict[str, float]:
+        rows.append([evaluated.label_ids[:, 0].tolist(), len(evaluated.predictions)])
+        return {}
+
+    arguments = TrainingArguments(output, **{
+        "max_steps": 10, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "report_to": [],
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "no", "seed": 3,
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "disable_tqdm": True, **changes,
+    })  # fmt: skip
+    data = {"train_dataset": BLOCKS[:7], "eval_dataset": BLOCKS[7:]}  # both with an incomplete batch
+    trainer = Noted(model, arguments, compute_metrics=metrics, **data)
+    if split:
+        groups = "model" if split == dist.get_world_size() else f"model, dist.new_subgroups({split})[0]"
+        exec(TO_SPLIT.replace("model", groups, 1), {**globals(), "model": model, "trainer": trainer})
+    return trainer, rows
+
+
+def trained(output: Path, split: int = 0) -> list[Any]:
+    """What trainers trained and evaluated on and their losses: a run, a second one, and a resumed one."""
+    found = []
+    for kind, order in ((Trainer, "random"), (rx.RopeTrainer, "random"), (Trainer, "sequential")):
+        where = {"output": str(output / kind.__name__ / order), "train_sampling_strategy": order}
+        trainer, rows = trainer_of(kind, split=split, **where)
+        trainer.train()
+        trainer.train()
+        saved = {"max_steps": 6, "save_strategy": "steps", "save_steps": 6}
+        trainer_of(kind, split=split, **saved, **where)[0].train()
+        resumed, more = trainer_of(kind, split=split, **where)
+        resumed.train(resume_from_checkpoint=True)
+        assert more == rows[7:12]  # steps 7 to 10, and the evaluation after them
+        lines = trainer.state.log_history + resumed.state.log_history
+        found.append([rows, [line[name] for line in lines for name in ("loss", "eval_loss") if name in line]])
+    return found
+
+
+class Stream(IterableDataset[int]):
+    """Data without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def gathered(split: int = 0) -> list[Any]:
+    """What a loop of one's own gets with accelerate: a map, a stream, and objects, which have no axes."""
+    accelerator, found = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)), []
+    if split:
+        change = rx.split_window(llama("yarn"), dist.new_subgroups(split)[0])
+        change.same_batches(accelerator)
+    for data in (range(5), Stream()):
+        for batch in accelerator.prepare(DataLoader(data, batch_size=2)):
+            objects = [str(each) for each in batch.tolist()]
+            every = accelerator.gather_for_metrics(batch).tolist()
+            found.append([batch.tolist(), every, accelerator.gather_for_metrics(objects)])
+    if split:
+        change.remove()
+        loader = accelerator.prepare(DataLoader(range(8)))  # each process has rows of its own again
+        every = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+        assert every == torch.arange(8).view(-1, dist.get_world_size()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_group_gets_the_batches_of_one_process(tmp_path: Path, groups: int) -> None:
+    """In a run, a second one and a resumed one. An evaluation has each row once."""
+    script = PATHS + "from test_split_window import *\nwhere, split = Path(sys.argv[1]), int(sys.argv[2])\n"
+    script += "print(json.dumps({'trained': trained(where, split), 'gathered': gathered(split)}))"
+    results = []
+    for split in (0, 2):
+        where, processes = tmp_path / f"split {split}", groups * (split or 1)
+        where.mkdir()
+        on_cpus = {"ACCELERATE_USE_CPU": "true"}
+        said = launch(script, str(where), str(split), where=where, environment=on_cpus, processes=processes)
+        results.append([json.loads(line) for line in said.splitlines() if line.startswith('{"trained"')])
+    for rank, several in enumerate(results[1]):
+        one = results[0][rank // 2]
+        assert several["gathered"] == one["gathered"]
+        for (rows, losses), (others, theirs) in zip(one["trained"], several["trained"], strict=True):
+            assert others == rows
+            assert theirs == pytest.approx(losses, rel=1e-6)
+    assert len(results[1]) == 2 * groups
 
 
 def test_ulysses_of_deepspeed_is_refused_where_it_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
