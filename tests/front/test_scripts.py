@@ -75,10 +75,7 @@ MISTAKES = {
     "an adapter": (f"{FINETUNE} BEYOND DATA --target-length 128", "Merge it first: rope-extend merge"),
     "no step": (f"{FINETUNE} MODEL DATA --target-length 64 --steps 0", "must be at least 1"),
     "a rate": (f"{FINETUNE} MODEL DATA --target-length 64 --learning-rate nan", "between 0 and 1"),
-    "a block": (
-        f"{FINETUNE} MODEL DATA --target-length 64 --block-length 128",
-        "must be at most 64",
-    ),
+    "a block": (f"{FINETUNE} MODEL DATA --target-length 64 --block-length 128", "must be at most 64"),
     "no length": (f"{FINETUNE} MODEL DATA --target-length long", "not a length in tokens: 'long'"),
     "a length": (f"{EVALUATE} MODEL DATA --lengths 16,x", "not a length in tokens: 'x'"),
     "a method": (f"{EVALUATE} MODEL DATA --lengths 64 --method yran", "Did you mean 'yarn'"),
