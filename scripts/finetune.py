@@ -110,11 +110,13 @@ def print_next(args: argparse.Namespace, patch: rx.Patch, length: int, processes
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
         "--block-length", block, "--batch-size", batch, "--steps", steps,
         "--learning-rate", args.learning_rate, "--output", control,
+        *["--resume"] * Path(control).exists(),  # of a run that was trained for longer
     ]  # fmt: skip
     evaluation = [
         "python", evaluate if evaluate.exists() else "path/to/scripts/evaluate.py", args.output,
         "path/to/other/documents", "--lengths", f"{window},{patch.target_length}",
         "--control-adapter", control, "--output", f"{args.output}-ppl",
+        *["--overwrite"] * Path(f"{args.output}-ppl").exists(),
     ]  # fmt: skip
     print("next: train its control, and compare both on other documents")
     for words in (training, evaluation):

@@ -131,7 +131,8 @@ def measure(
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
         decision = decide(measured.rows, measured.unfinished, _trained_on(config, measured.rows))
         names = ", ".join(Path(document.name).name for document in measurement.documents)
-        documents = Section("Documents", notes=[f"The first that are long enough, by path: {names}."])
+        first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
+        documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
         if directory is not None and measured.rows and is_main_process():
             try:
                 write_report(
@@ -226,7 +227,7 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
             if (part := len(losses) // 4) > 0:
                 before, after = (sum(some) / part for some in (losses[-2 * part : -part], losses[-part:]))
                 fell = f"; its loss was {before:.3f} in the third quarter of the steps, and {after:.3f} in "
-                fell += "the last"
+                fell += "the last, on other texts"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         control = _trained_control(row, rows)
         other = _trained_tokens(control) if control and control != row.adapter else None

@@ -219,8 +219,9 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     window, longest = format_length(control.window or 0), format_length(change.length)
     words, useful, _ = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
-        command = f"--method none --target-length {window}, and more steps or larger batches"
-        return f"Not decided: {alone} ({command}; scripts/finetune.py and `rope-extend advise` print it all)."
+        command = f" (--method none --target-length {window}, and more steps or larger batches; "
+        command += "scripts/finetune.py and `rope-extend advise` print it all)"
+        return f"Not decided: {alone}{command * compared.before_training}."
     said = (
         f"from {window} to {longest}, perplexity of {counted(change.documents, 'document')}, compared with a "
         f"cropped context: {words}"
@@ -257,7 +258,7 @@ def _alone(comparison: Comparison) -> str:
     ratio = within.ratio if within else math.nan
     remedy = f"Train a control: plain RoPE, on as many tokens within {old}"
     if not untrained:
-        remedy = "Train the control in the same way, on as many tokens (--resume --steps N)"
+        remedy = "Train both longer, on equally many tokens (--resume --steps N), or measure more documents"
     chance = "" if change.clear else "which may be chance, "
     but, so = ("but", " too, so") if ratio < 1 else ("and", ", and a part of")
     return (

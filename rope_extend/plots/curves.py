@@ -33,7 +33,8 @@ LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
-    The title has that of the best extended row and of its control, on the control's targets.
+    The title has that of the best extended row that differs clearly from its control, on the control's
+    targets.
 
     Where a control scored a part of the targets only, this is an estimate, and its label says so.
 
@@ -46,7 +47,7 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
         for row in rows
         if row.is_extended and not row.cropped and (control := row.control_in(rows))
         for change in row.result.against(control.result)[-1:]
-        if math.isfinite(change.nats) and not control.result.is_weak
+        if change.clear and math.isfinite(change.nats) and not control.result.is_weak
     ]
     title = "Perplexity by length"
     if gains:
@@ -132,7 +133,9 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     beyond = f"beyond {format_length(control.window)}"
     label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
     before = " before training" if id(row) in alone else ""
-    subtitle = f"{WITH_CROPPED}{before}; {counted(gain.documents, 'document')}; thick line: {label}"
+    several = len({id(controls[id(each)]) for each in rows}) > 1
+    compared = "each compared with its own control" if several else WITH_CROPPED
+    subtitle = f"{compared}{before}; {counted(gain.documents, 'document')}; thick line: {label}"
     if before and gain.nats < 0:
         return row, "Perplexity by position", f"{subtitle}; a gain may be that of its training alone"
     if control.is_weak:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend.data.blocks import cut_blocks
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.packing import ended
 from rope_extend.errors import RopeExtendError
@@ -99,10 +100,10 @@ def test_documents_end_with_an_end_of_text_token_where_they_end(
     assert lasts(ends) == lasts(of_a_chat) == [(5, True), (7, True)]  # one, also if it was there
     assert lasts(tokenizer) == [(4, False), (6, False)]
     assert "no end-of-text token" in caplog.text
-    recipe = {"model": "m", "data": str(tmp_path), "output_dir": "o", "target_length": 4}
+    recipe = {"model": str(MODEL_DIR), "data": str(tmp_path), "output_dir": "o", "target_length": 4}
     run = Recipe.from_dict({**recipe, "packing": "restart"})
     assert load_data(run, ends, (), 4).fingerprint == fingerprint(ended(documents, ends))
-    model = tiny_llama()
+    model = tiny_llama(vocab_size=258)
     rx.extend(model, 64, "yarn")
     rx.chunked_loss(model)
     for how, count in ((ends, 3), (None, 2)):

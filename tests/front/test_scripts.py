@@ -151,7 +151,7 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     assert "64 tokens exceed the window of 48 tokens, so expect nonsense after it" in said
     head, ours, control, *_ = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
-    assert (ours[0], control[0]) == ("yarn(factor=1.5)", f"{subject.name}, context cropped to {TRAINED}")
+    assert (ours[0], control[0]) == ("run, yarn(factor=1.5)", f"{subject.name}, context cropped to {TRAINED}")
     undecided = "Not decided: from 32 to 64, perplexity of 2 documents is "  # training alone may help
     assert said[-1].startswith(undecided)
     documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
@@ -270,7 +270,7 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
         environment={**ON_A_CPU, "HF_HUB_CACHE": str(tmp_path / "hub")},
     )  # fmt: skip
     _, ours, control, *_ = csv.reader((tmp_path / "evaluation" / "table.csv").open())
-    assert (ours[0], control[0]) == ("yarn(factor=2)", "model, context cropped to 256")
+    assert (ours[0], control[0]) == ("adapter, yarn(factor=2)", "model, context cropped to 256")
     assert (tmp_path / "evaluation" / "perplexity.svg").exists()
     assert "2 documents" in said
 
