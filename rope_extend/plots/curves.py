@@ -33,29 +33,16 @@ LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
-    The title has that of the best extended row that differs clearly from its control, on the control's
-    targets.
-
     Where a control scored a part of the targets only, this is an estimate, and its label says so.
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
         path: the output file; the suffix gives the format.
     """
-    gains = [
-        (change.before * change.ratio, change.before, row)
-        for row in rows
-        if row.is_extended and not row.cropped and (control := row.control_in(rows))
-        for change in row.result.against(control.result)[-1:]
-        if change.clear and math.isfinite(change.nats) and not control.result.is_weak
-    ]
-    title = "Perplexity by length"
-    if gains:
-        ours, cropped, row = min(gains, key=lambda gain: gain[0])
-        shown = [f"{ppl:,.{2 if ppl < 100 else 0}f}" for ppl in (ours, cropped)]
-        beyond = f"Beyond {format_length(rows[0].trained_length)}"
-        title = f"{beyond}: perplexity {shown[0]} with {row.label}, {shown[1]} with a cropped context"
-    canvas = Canvas(path, title, room=16)
+    controls = {id(row): row.control_in(rows) for row in rows}
+    compared = [row for row in rows if controls[id(row)] and not row.cropped]
+    title = _finding(compared, controls)[1] if compared else ""
+    canvas = Canvas(path, title or "Perplexity by length", WITH_CROPPED * bool(title), room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
         lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).reshape(-1, 2).T
@@ -82,7 +69,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     controls = {id(row): row.control_in(rows) for row in rows}
     compared = [row for row in rows if controls[id(row)] and not row.cropped]
     best, title, subtitle = _finding(compared, controls) if compared else (None, "Loss by position", "")
-    canvas = Canvas(path, title, subtitle, room=16)
+    canvas = Canvas(path, title or "Perplexity by position", subtitle, room=16)
     axes = canvas.axes
     longest, lines = max((row.result.max_length for row in rows), default=0), []
     for row, style in styled:
@@ -114,7 +101,7 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 
 
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
-    """The row that gains most over its control, a clear gain before all others; and that in words.
+    """The row that gains most over its control, a clear gain before all others; and that in words, or none.
 
     It is an extended row if there is any. A gain over a control that is too weak is no finding, nor one of
     training over a control without it.
@@ -137,9 +124,9 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     compared = "each compared with its own control" if several else WITH_CROPPED
     subtitle = f"{compared}{before}; {counted(gain.documents, 'document')}; thick line: {label}"
     if before and gain.nats < 0:
-        return row, "Perplexity by position", f"{subtitle}; a gain may be that of its training alone"
+        return row, "", f"{subtitle}; a gain may be that of its training alone"
     if control.is_weak:
-        return row, "Perplexity by position", f"{subtitle}; this control, {control.protocol}, is too weak"
+        return row, "", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
     return row, f"No row clearly has lower perplexity {beyond}", subtitle
