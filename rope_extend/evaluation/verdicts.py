@@ -10,7 +10,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, against_cropped, regressions, within_window
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import CERTAIN, FEWEST_TO_DECIDE, QUANTILE, Difference, ppl
-from rope_extend.report.tables import Section, number, signed
+from rope_extend.report.tables import Section, signed
 from rope_extend.units import counted, format_length
 
 LEAST_FOUND = 0.9
@@ -171,8 +171,7 @@ def _sentence(
         untrained = any(row.is_extended and not row.adapter for row in rows)
         first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
-        more = " Train for more steps (--resume --steps N), the control too, if the loss still fell at the "
-        more += f"end{missed}."
+        more = f" Train adapter and control longer, if the loss still fell at the end{missed}."
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
@@ -258,7 +257,7 @@ def _alone(comparison: Comparison) -> str:
     ratio = within.ratio if within else math.nan
     remedy = f"Train a control: plain RoPE, on as many tokens within {old}"
     if not untrained:
-        remedy = "Train both longer, on equally many tokens (--resume --steps N), or measure more documents"
+        remedy = "Train both longer, on equally many tokens, or measure more documents"
     chance = "" if change.clear else "which may be chance, "
     but, so = ("but", " too, so") if ratio < 1 else ("and", ", and a part of")
     return (
@@ -302,16 +301,17 @@ def _gain(comparison: Comparison, seen: bool = False) -> Criterion:
         return Criterion(words := f"{control.label} has no finite perplexity", None, words)
     if not math.isfinite(change.ratio):
         return Criterion("not finite", False)
-    words = f"{number(change.before * change.ratio)} instead of {number(change.before)}, "
+    digits = 2 if change.before < 20 else 1  # of both, so that they show the difference
+    words = f"{change.before * change.ratio:,.{digits}f} instead of {change.before:,.{digits}f}, "
     words += _with_interval(change)
     documents = counted(change.documents, "document")
     trained = comparison.second.adapter is not None
     if change.nats < 0 or change.certain is None:
         more = f"over {documents}, the gain beyond the old window may be chance: measure more texts "
-        more += f"(--resume --documents {_enough(change)}), or train{' longer' * trained}"
+        more += f"(--resume --documents {_enough(change)}; --data adds texts), or train{' longer' * trained}"
     else:
         more = f"over {documents}, no gain beyond the old window is seen: "
-        more += "train longer (--resume --steps N), the control too" if trained else "train"
+        more += "train adapter and control longer" if trained else "train"
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     if comparison.before_training:

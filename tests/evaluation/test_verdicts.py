@@ -27,7 +27,6 @@ from rope_extend.evaluation.results import (
 )
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.evaluation.verdicts import Criterion, _gain, decide, verdict
-from rope_extend.report.tables import number
 
 TRAINED = 32
 NAN = float("nan")
@@ -92,7 +91,7 @@ RUN = replace(PLAIN, label="LoRA", adapter="runs/control", target_length=32)
 def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, above: float) -> None:
     change = Difference(64, nats, nats - below, nats + above, math.exp(nats), 9, nats + above < 0, 0, 9.0)
     words, used, _ = _gain(Comparison(row("control", "none", 2.0), row("yarn", "yarn", 2.0), [change]))
-    assert words.startswith(f"{number(9 * math.exp(nats))} instead of 9.00, ")
+    assert words.startswith(f"{9 * math.exp(nats):,.2f} instead of 9.00, ")
     gain, low, high = map(float, re.findall(r"[+-]\d+\.\d", words))  # all have their sign
     assert low - 0.06 <= gain <= high + 0.06  # each is rounded to 0.1
     assert gain == pytest.approx(100 * math.expm1(nats), abs=0.06)
@@ -252,7 +251,7 @@ NEITHER = "No row meets all three criteria at 64."
 LOWEST = "yarn has the lowest perplexity"
 REST = " The same command with --resume measures the rest."
 COSTS = "Over 5 documents, the cost within the old window may be above 2%."
-MORE = " Train for more steps (--resume --steps N), the control too, if the loss still fell at the end"
+MORE = " Train adapter and control longer, if the loss still fell at the end"
 ONE = "yarn does not meet all three criteria at 64 without training, so train."
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
@@ -274,8 +273,8 @@ ALONE = (
          f"Not decided on rerope, which has the lowest perplexity of 2 undecided rows. Retrieval is {OPEN}."),
         # A gain that may be chance needs more documents, or training.
         ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
-         "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems), "
-         f"or train. {COSTS}"),
+         "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems; "
+         f"--data adds texts), or train. {COSTS}"),
         ([noisy(1.01, 1.0)], [],
          f"Not decided on noisy. Over 5 documents, no gain beyond the old window is seen: train. {COSTS}"),
         # What is not finite is never the nearest.
