@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 import rope_extend as rx
 from rope_extend.demo.run import MODEL_DIR
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.report.tables import number
 from rope_extend.training.resume import checkpoints, read_state
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
@@ -196,7 +195,7 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     *_, control, ours, base = csv.reader((tmp_path / "table.csv").open())
     assert control[2] == ""  # some of the targets; the last line compares both rows on these
     assert base[0] == f"{control[0]}, from token {TRAINED} on, targets of the control"
-    assert f" {number(float(ours[2]))} instead of {number(float(base[2]))}, " in said.splitlines()[-1]
+    assert f" {float(ours[2]):,.1f} instead of {float(base[2]):,.1f}, " in said.splitlines()[-1]
     assert "nonsense" not in said
     alone = scripts.run(EVALUATE, run, texts, "--lengths", 48, "--output", tmp_path / "alone")
     assert ["before training" in each for each in (alone, compared)] == [True, False]
