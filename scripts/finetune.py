@@ -90,11 +90,11 @@ def main(args: argparse.Namespace) -> None:
         data_collator=default_data_collator,  # blocks have one length, and not every tokenizer can pad
         processing_class=tokenizer,  # so that checkpoints have it too
     )
-    if main := trainer.is_world_process_zero():  # of several processes, one writes
+    if writes := trainer.is_world_process_zero():  # of several processes, one writes
         output.mkdir(parents=True, exist_ok=True)
         written.write_text(json.dumps(given))
     trainer.train(resume_from_checkpoint=args.resume)
-    if main:
+    if writes:
         rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
         print(f"saved an adapter in {args.output}")
         if args.method != "none":

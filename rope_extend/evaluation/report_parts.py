@@ -50,10 +50,8 @@ def table_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
         window, base = format_length(compared[0].first.trained_length or 0), compared[0].first.label
         for gain in gains if compared[0].first.result else []:
             row, own = gain.second, within_window(gain.second.result, gain.first.result)
-            if own and gain.first.adapter not in (
-                None,
-                row.adapter,
-            ):  # training lowers the perplexity of both
+            trained = gain.first.adapter not in (None, row.adapter)  # training lowers the perplexity of both
+            if own and trained:
                 row = replace(row, label=f"{row.label} (with its trained control)")
                 compared.append(Comparison(gain.first, row, [own]))
         parts += comparison_parts(compared, f"within the trained window of {window}, compared with {base}")
