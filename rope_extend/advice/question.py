@@ -158,10 +158,8 @@ class Question:
         """The commands that measure perplexity and passkeys with their control, of methods or of a run."""
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
-        named, data = (
-            f"--methods {','.join(methods)}",
-            f"--data path/to/{'other' if run else 'long'}/documents",
-        )
+        named = f"--methods {','.join(methods)}"
+        data = f"--data path/to/{'other' if run else 'long'}/documents"
         model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""

@@ -220,8 +220,7 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
-        tokens = _trained_tokens(row.adapter)
-        losses = [line["loss"] for line in _metrics(row.adapter) if "loss" in line]
+        tokens, losses = _trained(str(row.adapter))
         if tokens:
             fell = ""
             if (part := len(losses) // 4) > 0:
@@ -230,7 +229,7 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
                 fell += "the last, on other texts"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         control = _trained_control(row, rows)
-        other = _trained_tokens(control) if control and control != row.adapter else None
+        other = _trained(control)[0] if control and control != row.adapter else 0
         if tokens and other and abs(tokens / other - 1) > 0.02:
             notes.append(f"Its control was trained on {other:,}: train the shorter longer.")
     return [Section("Training", notes=notes)] if notes else []
@@ -238,8 +237,8 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
 
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
     """The commands that train an adapter and its control on twice as many tokens; empty without recipes."""
-    lines, runs = list[str](), {run: _trained_tokens(run) for run in (str(adapter), control)}
-    most = 2 * max(tokens or 0 for tokens in runs.values())
+    lines, runs = list[str](), {run: _trained(run)[0] for run in (str(adapter), control)}
+    most = 2 * max(runs.values())
     for trained, tokens in runs.items():
         if tokens and (steps := _recipe_of(trained).get("steps")):
             file, output = shlex.quote(f"{shown(trained)}/recipe.yaml"), shlex.quote(shown(trained))
@@ -248,24 +247,21 @@ def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> s
     return "\n".join(lines) if len(lines) == 2 else ""
 
 
-def _recipe_of(adapter: str | None) -> dict[str, Any]:
+def _recipe_of(adapter: str) -> dict[str, Any]:
     """The recipe of a run; empty if its directory has none."""
     with suppress(OSError, ValueError, TypeError, yaml.YAMLError):
-        return dict(yaml.safe_load((Path(adapter or "") / "recipe.yaml").read_text(encoding="utf-8")))
+        return dict(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8")))
     return {}
 
 
-def _metrics(adapter: str | None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; empty if its directory has none."""
-    with suppress(OSError, ValueError, TypeError):
-        text = (Path(adapter or "") / "metrics.jsonl").read_text(encoding="utf-8")
-        return [dict(json.loads(line)) for line in text.splitlines()]
-    return []
-
-
-def _trained_tokens(adapter: str | None) -> int:
-    """The number of tokens that a run was trained on; 0 if its metrics do not say."""
-    return max((int(line.get("tokens", 0)) for line in _metrics(adapter)), default=0)
+def _trained(adapter: str) -> tuple[int, list[float]]:
+    """The number of tokens that a run was trained on, and its losses; 0 and none if no metrics say it."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        text = (Path(adapter) / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
+        tokens = max(int(line.get("tokens", 0)) for line in lines)
+        return tokens, [float(line["loss"]) for line in lines if "loss" in line]
+    return 0, []
 
 
 def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
@@ -279,7 +275,7 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
         recipe = _recipe_of(adapter)
         own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
         own *= recipe["block_length"] or recipe["target_length"]
-        recipe["gradient_accumulation"] *= max(1, round(_trained_tokens(adapter) / own))  # of more processes
+        recipe["gradient_accumulation"] *= max(1, round(_trained(adapter)[0] / own))  # of more processes
         if changes := control_flags(recipe, window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
     flags = f"--method none --target-length {window} --trained-length {window} --block-length {window} "

@@ -122,10 +122,11 @@ def newest_intact(directory: Path) -> Path | None:
                 logger.warning("%s; resuming from %s instead", text, checkpoint.name)
             return checkpoint
         reasons.append(f"the checkpoint {checkpoint} is damaged: {reason}")
-    problems = "; ".join(reasons)
-    refuse_if(
-        bool(reasons), f"nothing to resume: {problems}. Restore one, or start a run in another directory"
-    )
+    if reasons:
+        raise RopeExtendError(
+            f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start a new run in another "
+            "directory"
+        )
     return None
 
 

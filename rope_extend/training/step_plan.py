@@ -264,7 +264,7 @@ def check_trackers(names: Sequence[str]) -> None:
         RopeExtendError: says what to install, and how trackers are called.
     """
     known = ", ".join(sorted(integration_utils.INTEGRATION_TO_CALLBACK))
-    for name in {*names} - {*integration_utils.get_available_reporting_integrations()}:
+    for name in sorted({*names} - {*integration_utils.get_available_reporting_integrations()}):
         to_have = f"pip install {name.replace('_', '-')}, or use one of {known}"
         raise RopeExtendError(f"recipe: the tracker {name} is not installed; {to_have}")
 

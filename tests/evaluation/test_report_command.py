@@ -152,6 +152,9 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     commands.append(_control_command(tuned, str))
     one, two = (int(re.findall(r"--gradient-accumulation (\d+)", command)[0]) for command in commands)
     assert two == 2 * one
+    for damaged in ('{"tokens": null}', '{"tokens": 1, "loss": null}', "[1]", "{"):  # no report is lost
+        Path("my run/metrics.jsonl").write_text(f"{damaged}\n")
+        assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
     # What a row was trained on shows no gain: the same files, a part of them, or a directory that has them.
     whole = str(work / "data")
     for data in (whole, f"{whole}/a.txt", str(work), f"{whole}-of-others", "demo:evaluation"):
