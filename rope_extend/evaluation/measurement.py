@@ -25,6 +25,7 @@ from rope_extend.evaluation.candidates import Candidates, plain_label
 from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, Cell, RowSpec, finished_in
 from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.perplexity import window_starts
 from rope_extend.evaluation.prompts import Prompt, Task, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
 from rope_extend.evaluation.results import control_edges
@@ -215,15 +216,15 @@ class Measurement:
         nearest = longer[0] if longer else self.plan.longest
         return nearest.seconds * tokens / nearest.length
 
-    def _windows(self, row: RowSpec, tokens: int) -> list[int]:
-        """The tokens of each window of a row on a document."""
-        rule, settings, longest = self.rule, self.settings, self.lengths[-1]
+    def _windows(self, row: RowSpec, document: Document) -> tuple[list[int], int]:
+        """The tokens of each window of a row on a document, and how often each is measured."""
+        rule, settings, passes = self.rule, self.settings, self.passes.get(row.label, [])
         if row.crop is not None:
             settings = {"window": row.crop, "blocks": self.config.control_blocks}
-            rule, passes = PROTOCOLS["cropped"], [longest]
-        else:
-            passes = self.passes[row.label]
-        return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
+            rule, passes = PROTOCOLS["cropped"], [self.lengths[-1]]
+        layouts = [rule.layout(len(document), length, settings) for length in passes]
+        times = len(window_starts(rule, self.candidates.empty, document))
+        return [window.tokens for windows in layouts for window in windows], times
 
     def cells(self) -> list[Cell]:
         """All cells, in the order in which they are measured."""
@@ -241,10 +242,12 @@ class Measurement:
             if row.crop is not None or (self.rule.nested and control_edges(self.lengths, blocks)):
                 shared["control_blocks"] = blocks  # else the losses are in the same blocks for any number
             for number, document in enumerate(self.documents):
-                windows = self._windows(row, len(document))
-                work = sum(map(self._seconds, windows))
+                windows, times = self._windows(row, document)
+                work, tokens = times * sum(map(self._seconds, windows)), times * sum(windows)
                 identity = {**shared, "data": fingerprint([document])}
-                yield Cell(PERPLEXITY, row, number, number, work, sum(windows), identity)
+                if times > 1:  # with BOS before each window and without
+                    identity["times"] = times
+                yield Cell(PERPLEXITY, row, number, number, work, tokens, identity)
 
     def _prompt_cells(self) -> Iterator[Cell]:
         content = tokenizer_content(self.tokenizer)[:16] if self.batches else None

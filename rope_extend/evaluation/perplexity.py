@@ -107,15 +107,17 @@ def perplexity(
     else:
         groups = length_groups(model, sizes)
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
-    forward_tokens = sum(window.tokens for window in chain(*chain(*passes)))
+    starts = [window_starts(rule, model, text) for text in texts]
+    forward_tokens = sum(
+        len(tried) * window.tokens
+        for tried, windows in zip(starts, passes, strict=True)
+        for window in chain(*windows)
+    )
 
     window, blocks = tokens.get("window"), tokens.get("blocks", options.control_blocks)
     edges = control_edges(sizes, blocks, window) if rule.nested else []
     tallies = [_Tally(rule, group, np.union1d(block_starts(sizes), edges), window) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    # The config of a decoder may have the default of its family, and another one the token of this model.
-    configs = (lm.config.get_text_config(decoder=True), lm.config, getattr(lm, "generation_config", None))
-    bos = [getattr(each, "bos_token_id", None) for each in configs] if rule.bos else []
     with ExitStack() as stack:
         if options.bar is None:
             bar = progress_bar(
@@ -127,9 +129,9 @@ def perplexity(
         stack.enter_context(torch.no_grad())
         computer = LossComputer(model, device, options)
         started = time.perf_counter()
-        for text, windows in zip(texts, passes, strict=True):
-            first = next((token for token in bos if token == int(text.input_ids[0])), None)
-            losses = computer.document(text.name, text.input_ids, windows, first)
+        for text, windows, tried in zip(texts, passes, starts, strict=True):
+            ways = [computer.document(text.name, text.input_ids, windows, first) for first in tried]
+            losses = min(ways, key=lambda way: sum(values.sum(dtype=np.float64) for values in way))
             for tally, of_pass, values in zip(tallies, windows, losses, strict=True):
                 tally.add(of_pass, values)
                 if save_losses:
@@ -170,6 +172,20 @@ def _windows(rule: Protocol, text: Document, length: int, settings: Settings) ->
             "shorter lengths"
         )
     return windows
+
+
+def window_starts(rule: Protocol, model: torch.nn.Module, text: Document) -> list[int | None]:
+    """What replaces the first token of each window of a text, for each time that it is measured.
+
+    None is the token that is there.
+    """
+    lm = causal_lm(model)
+    # The config of a decoder may have the default of its family, and another one the token of this model.
+    configs = (lm.config.get_text_config(decoder=True), lm.config, getattr(lm, "generation_config", None))
+    first = int(text.input_ids[0])
+    if not rule.bos or first not in [getattr(each, "bos_token_id", None) for each in configs]:
+        return [None]
+    return [first, None] if rule.bos == "either" else [first]
 
 
 class _Tally:

@@ -87,7 +87,7 @@ class Protocol:
             one pass gives all lengths, and positions count from the start of the document, not of the window.
             Beyond the window of `cropped`, the blocks are spread up to the longest length.
         bos: whether each window begins with the BOS token instead of its own first token, if the documents
-            begin with it.
+            begin with it. For `"either"`, both are measured, and the one with the lower loss counts.
         extra_tokens: tokens beyond N that a document needs.
     """
 
@@ -99,7 +99,7 @@ class Protocol:
     settings: Mapping[str, int | None] = field(default_factory=dict)
     average: Literal["token", "window"] = "token"
     nested: bool = False
-    bos: bool = False
+    bos: bool | Literal["either"] = False
     extra_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -218,7 +218,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             _cropped,
             {"window": None, "blocks": CONTROL_BLOCKS},
             nested=True,
-            bos=True,  # a model that needs it must not handicap the control
+            bos="either",  # some models need it, others take it for a new text: neither must weaken a control
         ),
         Protocol(
             WEAK_CONTROL,

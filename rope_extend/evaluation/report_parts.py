@@ -187,7 +187,6 @@ def _control_note(result: PerplexityResult) -> str:
     if result.protocol != "cropped":
         return f"{seen}. {PROTOCOLS[result.protocol].flaw}"
     share = result.between(window, longest)[1].sum() / (result.documents * max(1, longest - window))
-    seen += ", each time from the BOS token on if documents begin with one, which may cost some percent"
     scored = f"{seen}. Beyond them, {share:.0%} of the targets are scored, spread evenly"
     return f"{scored}." if longest in result.levels else f"{scored}; other rows are compared on these."
 

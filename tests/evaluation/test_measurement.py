@@ -373,13 +373,25 @@ def test_the_plan_counts_what_is_processed(
     rope_type: str, methods: list[str], passes: dict[str, list[int]], work: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Stock tables that depend on the length need a pass for each group of lengths with equal tables."""
+    """Stock tables that depend on the length need a pass for each group of lengths with equal tables.
+
+    A document that begins with BOS gets two controls, and is not the one that was measured without.
+    """
     model, counts = scaled_copy(work / "model", tmp_path, rope_type), counted_tokens(monkeypatch)
-    config = config_of(work, model=str(model), methods=methods)
-    one = Measurement(config)
-    assert one.passes == passes
-    run(one, None, progress=False)
-    assert sum(cell.tokens for cell in one.cells()) == sum(counts) > 0
+    config, bos, digests = config_of(work, model=str(model), methods=methods), -1, []
+    for times in (1, 2):
+        changed = json.loads((model / "config.json").read_text()) | {"bos_token_id": bos}
+        (model / "config.json").write_text(json.dumps(changed))
+        one = Measurement(config)
+        assert one.passes == passes
+        counts.clear()
+        run(one, None, progress=False)
+        cells, bos = one.cells(), int(one.documents[0].input_ids[0])
+        assert sum(cell.tokens for cell in cells) == sum(counts) > 0
+        control = next(cell for cell in cells if cell.row.crop)
+        assert control.tokens == times * (32 + 16 * 32)
+        digests.append(control.digest)
+    assert digests[0] != digests[1]
 
 
 def values(label: str, document: str, sums: float) -> dict[str, Any]:

@@ -186,23 +186,35 @@ def test_every_target_of_the_control_sees_nearly_the_whole_window(
 
 @pytest.mark.parametrize("family", [None, "gemma3", "mllama", "fuyu", "generation"])
 @pytest.mark.parametrize("begins", [True, False])
-def test_every_window_of_the_control_begins_with_bos_if_the_document_does(
+def test_windows_of_the_control_begin_with_bos_if_that_helps_the_model(
     begins: bool, family: str | None
 ) -> None:
-    """Else a model that needs BOS makes the control too bad. Composite configs have it further in."""
+    """A model that needs it, and one that takes it for a new text, both make the control too bad else.
+
+    Composite configs have it further in.
+    """
     model = tiny_model(BY_FAMILY[family]) if family in BY_FAMILY else tiny()
     (document,) = texts(40)
     named = model.generation_config if family == "generation" else model.config.get_text_config()
     named.bos_token_id = 5
     ids = document.input_ids.clone()
     ids[0] = 5 if begins else 6
-    expected = [*naive_losses(model, ids[:32])]
-    for target in range(32, 40, 2):  # blocks of a sixteenth of the window
-        seen = ids[target - 31 : target + 2].clone()
-        seen[0] = 5 if begins else seen[0]
-        expected += naive_losses(model, seen)[-2:]
-    result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=32)
-    np.testing.assert_allclose(result.block_nll[0, 1:], torch.stack(expected), rtol=1e-4, atol=1e-5)
+    chosen = set()
+    for seed in range(8):
+        ids[1:] = torch.randint(8, 30, (39,), generator=torch.Generator().manual_seed(seed))
+        ways = []
+        for replaced in (True, False) if begins else (False,):
+            losses = [*naive_losses(model, ids[:32])]
+            for target in range(32, 40, 2):  # blocks of a sixteenth of the window
+                seen = ids[target - 31 : target + 2].clone()
+                seen[0] = 5 if replaced else seen[0]
+                losses += naive_losses(model, seen)[-2:]
+            ways.append(torch.stack(losses))
+        chosen.add(best := min(range(len(ways)), key=lambda way: ways[way].sum()))
+        result = measure(model, [Document("one", ids)], [40], protocol="cropped", window=32)
+        np.testing.assert_allclose(result.block_nll[0, 1:], ways[best], rtol=1e-4, atol=1e-5)
+        assert result.forward_tokens == len(ways) * (32 + 4 * 32)
+    assert len(chosen) == len(ways)  # each way was the better one once
 
 
 @pytest.mark.parametrize(("window", "lengths"), [(32, [32, 2048]), (50, [50, 700]), (64, [100, 1024])])
