@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
+from operator import mul
 from typing import Any, TypeAlias, Unpack
 
 import numpy as np
@@ -108,11 +109,8 @@ def perplexity(
         groups = length_groups(model, sizes)
     passes = [[_windows(rule, text, group[-1], tokens) for group in groups] for text in texts]
     starts = [window_starts(rule, model, text) for text in texts]
-    forward_tokens = sum(
-        len(tried) * window.tokens
-        for tried, windows in zip(starts, passes, strict=True)
-        for window in chain(*windows)
-    )
+    per_text = [sum(window.tokens for window in chain(*windows)) for windows in passes]
+    forward_tokens = sum(map(mul, per_text, map(len, starts)))
 
     window, blocks = tokens.get("window"), tokens.get("blocks", options.control_blocks)
     edges = control_edges(sizes, blocks, window) if rule.nested else []

@@ -339,13 +339,13 @@ def _log_start(trainer: RopeTrainer, run: Run, share: float) -> None:
     recipe, data, sequences = run.recipe, run.data.blocks, trainer.sequences
     trained = trainer.get_num_trainable_parameters()
     total = sum(parameter.numel() for parameter in trainer.model.parameters())
-    logger.info(
-        "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
-    )
+    logger.info("trainable parameters: %s (%.2f %%)", f"{trained:,} of {total:,}", 100 * trained / total)
     logger.info(
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         data, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
+    if (warmup := recipe.warmup_steps) > recipe.steps:
+        logger.warning("the %d warmup_steps do not end within the %d steps; use fewer", warmup, recipe.steps)
     epochs = data.epochs(recipe.steps * sequences)
     if recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:
         logger.warning(
