@@ -105,8 +105,8 @@ def decide(
         "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
         "Otherwise ?, as it may be chance.",
         f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. Within {window}: instead of plain RoPE, "
-        f"and of a trained control. ✓ if the whole 95 % interval is at most {100 * MOST_COST - 100:.0f} %, ✗ if "
-        "it is wholly above that, otherwise ?.",
+        f"and of a trained control. ✓ if the whole 95 % interval is at most {100 * MOST_COST - 100:.0f} %, ✗ "
+        "if it is wholly above that, otherwise ?.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
