@@ -177,7 +177,7 @@ def _train(question: Question, gpu: Gpu, data: str | None, *, untrained_first: b
         inside = "dynamic_yarn" if family_for(question.model_type).unreachable else "jet_long"
         untrained = inside if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
-    commands = question.measuring(["none", untrained]) if untrained else ()
+    commands = question.measuring(["none", untrained], data=data or "") if untrained else ()
     run: str | None = fields["output_dir"]
     if memory.fits:
         plain = "none" if question.current is None else AS_IS

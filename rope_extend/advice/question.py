@@ -154,12 +154,12 @@ class Question:
             base = ""
         return (*lines, *commands(engine, checkpoint, self.target, base_model=base))
 
-    def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
+    def measuring(self, methods: list[str], run: str | None = None, data: str = "") -> tuple[str, ...]:
         """The commands that measure perplexity and passkeys with their control, of methods or of a run."""
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
         named = f"--methods {','.join(methods)}"
-        data = f"--data path/to/{'other' if run else 'long'}/documents"
+        data = "--data " + quote(data or f"path/to/{'other' if run else 'long'}/documents")
         model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""
