@@ -70,12 +70,11 @@ def _differing(batch: Mapping[str, Any], block: Mapping[str, Any]) -> str | None
 
 def _origins(ids: torch.Tensor) -> list[Mapping[str, torch.Tensor]]:
     """The blocks whose tokens a row has, or begins with: one at most of each dataset."""
-    return [
-        block
-        for made in MADE
-        if (block := next((b for b in map(made.__getitem__, range(len(made))) if _begins(b, ids)), None))
-    ]
-
-
-def _begins(block: Mapping[str, torch.Tensor], ids: torch.Tensor) -> bool:
-    return torch.equal(block["input_ids"][: len(ids)], ids)
+    found = []
+    for made in MADE:
+        for number in range(len(made)):
+            block = made[number]
+            if torch.equal(block["input_ids"][: len(ids)], ids):
+                found.append(block)
+                break
+    return found

@@ -79,19 +79,11 @@ def find_gpu(text: str) -> Gpu:
     if re.match(r"\d[\d.]*[kmgt]?i?b?$", wanted):
         memory = memory_size(text)
         return Gpu(f"{memory / 1e9:g} GB" if memory >= 1e6 else f"{memory} bytes", memory)
+    names = ", ".join(gpu.name.lower().replace(" ", "-") for gpu in GPUS)  # as one writes them in a command
     raise RopeExtendError(
-        f"no GPU is known as {text!r}. Give the name of a GPU ({', '.join(gpu_words())}), or of "
-        "another its memory, such as 24GB; of several, such as 8xh100, also their number"
+        f"no GPU is known as {text!r}. Give the name of a GPU ({names}), or of another its memory, such as "
+        "24GB; of several, such as 8xh100, also their number"
     )
-
-
-def gpu_words() -> list[str]:
-    """The names of the known GPUs as one writes them at a command line, such as `rtx-4090`."""
-    return [_word(gpu) for gpu in GPUS]
-
-
-def _word(gpu: Gpu) -> str:
-    return gpu.name.lower().replace(" ", "-")
 
 
 def _key(name: str) -> str:

@@ -160,7 +160,7 @@ def dry_run_attention(
     def chosen(implementation: str) -> str:
         if implementation.startswith(PREFIX + DRY_RUN) or (implementation == "eager" and note is None):
             return implementation
-        mask = _MASKS.get(implementation, _no_mask)
+        mask = _MASKS.get(implementation, lambda *_, **__: None)
         if implementation == "sdpa" and maskless:
             implementation, mask = SUFFIX, causal_mask
         return register(DRY_RUN + implementation, attention, mask)
@@ -198,10 +198,6 @@ class _Kernel(torch.autograd.Function):
                 _wide = [each.new_empty(len(each), heads, *each.shape[2:]) for each in (key, value)]
         of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
         return *map(torch.empty_like, (query, key, value)), of_mask
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 _MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, same, tokens
-from cases import FACTOR, TARGET, llama
+from cases import TARGET, llama
 from covering import few
 from logical_devices import inputs, spread
 from torch import Tensor
@@ -22,31 +22,16 @@ from rope_extend.attention.packed import document_attention
 from rope_extend.evaluation.forward_plan import ForwardEstimator
 from rope_extend.memory.plan import Budget
 
-YARN = {"name": "yarn", "factor": FACTOR}
-INSIDE: dict[str, dict[str, Any]] = {
-    "yarn": YARN,
-    "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
-    "short_original(yarn)": {"name": "short_original", "inner": YARN},
-    "logn(yarn)": {"name": "logn", "inner": YARN},
-    "xpos(linear)": {"name": "xpos", "inner": {"name": "linear", "factor": FACTOR}},
-    "drope": {"name": "drope", "factor": FACTOR},
-    "alibi": {"name": "alibi"},
-    "t5_bias": {"name": "t5_bias"},
-    "fire": {"name": "fire"},
-    "shaw": {"name": "shaw"},
-    "linear_attention": {"name": "linear_attention"},
-    "sinusoidal": {"name": "sinusoidal"},
-}
+INSIDE = (
+    "yarn", "dynamic_ntk", "short_original(yarn)", "logn(yarn)", "xpos(linear)", "drope", "alibi", "t5_bias",
+    "fire", "shaw", "linear_attention", "sinusoidal",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a GPU are not here: parts without a mask are computed by products."""
     monkeypatch.setattr(log_sum_exp, "_has_kernel", lambda *_: False)
-
-
-def extended(model: Any, name: str) -> rx.Patch:
-    return rx.patch_model(model, rx.Encoding.from_dict(INSIDE[name]), target_length=TARGET)
 
 
 @torch.no_grad()
@@ -62,7 +47,7 @@ def cached_logits(model: Any, ids: Tensor) -> list[Tensor]:
 def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementation: str) -> None:
     """Layers on another GPU get copies of positions, cos and sin."""
     model, ids = llama(attn_implementation=implementation), tokens(1, LENGTH)
-    with extended(model, name):
+    with rx.extend(model, TARGET, name):
         expected = cached_logits(model, ids)
         with spread(model, *devices):
             found = cached_logits(model, inputs(ids, devices[0]))
@@ -100,7 +85,7 @@ def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str) -> None:
     What the host copies to the GPU, such as tables, does not wait for it.
     """
     model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
-    with extended(model, name), spread(model, "cuda:0") as mode:
+    with rx.extend(model, TARGET, name), spread(model, "cuda:0") as mode:
         cache = DynamicCache(config=model.config)
         for part in (ids[:, :-1], ids[:, -1:]):  # a whole text without a mask, and a step of decoding
             empty = cache.get_seq_length() == 0
@@ -120,7 +105,7 @@ def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> N
     padding[0, :5] = 0
     for layers in (0, 1, 3):  # without layers, and so without our part
         model = llama(num_hidden_layers=max(1, layers))
-        patch = extended(model, name) if layers else nullcontext()
+        patch = rx.extend(model, TARGET, name) if layers else nullcontext()
         with patch, spread(model, "cuda:0") as mode:
             model.model(inputs(ids, "cuda:0"), attention_mask=inputs(padding, "cuda:0"), use_cache=False)
             counts.append(len(mode.reads))
@@ -155,7 +140,7 @@ def test_only_calls_of_one_shape_go_to_cudnn(name: str, cudnn: bool, monkeypatch
     monkeypatch.setattr(bias_parts, "FEWEST", 8)
     monkeypatch.setattr(bias_parts, "MOST", 8)
     model, ids = llama().train(), tokens(1, LENGTH)
-    with extended(model, name), Calls() as calls:
+    with rx.extend(model, TARGET, name), Calls() as calls:
         model(ids).logits.sum().backward()
     assert set(calls.cudnn) == {cudnn}
     assert torch.backends.cuda.cudnn_sdp_enabled()
@@ -175,7 +160,8 @@ def test_whole_windows_are_causal_without_a_mask_and_with_grouped_heads(
 ) -> None:
     """What cuDNN and flash attention need. Keys are never repeated for the heads of a group."""
     model, ids = llama(num_attention_heads=4, num_key_value_heads=2).train(trained), tokens(1, LENGTH)
-    with extended(model, name) if name else nullcontext(), Calls() as calls, torch.set_grad_enabled(trained):
+    patch = rx.extend(model, TARGET, name) if name else nullcontext()
+    with patch, Calls() as calls, torch.set_grad_enabled(trained):
         loss = model(ids, use_cache=False).logits.sum()
         if trained:
             loss.backward()
@@ -198,7 +184,7 @@ def test_the_plan_of_a_long_window_has_no_masks_either(monkeypatch: pytest.Monke
     for method in ("yarn", "dynamic_ntk"):
         estimator = ForwardEstimator(
             model, Budget(torch.device("cuda"), 2**40), weights=0,
-            setups=[lambda method=method: rx.patch_model(model, rx.Encoding.from_dict(INSIDE[method]))],
+            setups=[lambda method=method: rx.extend(model, 2**18, method)],
         )  # fmt: skip
         needed.append(estimator.window(2**18, 2**14).total)
     states = 2**18 * 512 * 2

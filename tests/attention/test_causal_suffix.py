@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, same, tokens
-from cases import FACTOR, TARGET, llama
+from cases import TARGET, llama
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,13 +21,6 @@ from rope_extend.evaluation.flops import Rates
 from rope_extend.memory.plan import Budget
 
 SCALE = 0.3
-YARN = {"name": "yarn", "factor": FACTOR}
-METHODS: list[dict[str, Any]] = [
-    YARN,
-    {"name": "dynamic_ntk", "factor": FACTOR},
-    {"name": "short_original", "inner": YARN},
-    {"name": "logn", "inner": YARN},
-]
 
 
 def dense_suffix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -67,23 +60,23 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return calls
 
 
-@pytest.mark.parametrize("fields", METHODS, ids=lambda fields: fields["name"])
+@pytest.mark.parametrize("name", ["yarn", "dynamic_ntk", "short_original(yarn)", "logn(yarn)"])
 @pytest.mark.parametrize("chunk", [20, 30, LENGTH])
 @torch.no_grad()
 def test_chunks_make_no_mask_and_give_the_same_states(
-    fields: dict[str, Any], chunk: int, flash: list[tuple[int, int]]
+    name: str, chunk: int, flash: list[tuple[int, int]]
 ) -> None:
     """Static methods, and what acts inside attention; chunks of a long window, and parts of a whole one."""
     model, ids = llama(), tokens(1, LENGTH)
     chunked = ChunkedForward(model, torch.device("cpu"))
     chunked.maskless = True
-    with rx.patch_model(model, rx.Encoding.from_dict(fields), target_length=TARGET):
+    with rx.extend(model, TARGET, name):
         expected = model.model(ids, use_cache=False).last_hidden_state
         assert chunked.strategy == "layer by layer"
         with Kernels():
             found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
     same(found, expected)
-    assert flash or chunk == LENGTH or fields not in (YARN, METHODS[-1])
+    assert flash or chunk == LENGTH or name not in ("yarn", "logn(yarn)")
 
 
 @pytest.mark.parametrize("width", [100, 128])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,7 +19,7 @@ from covering import few
 from test_biases import stir
 from test_modes import METHODS as INSIDE_AND_REMAPS
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import rope_extend as rx
@@ -47,11 +46,6 @@ PAIRS = [
 ]
 TEXTS = tokens(3, LENGTH)
 CHATS = 6
-
-
-@cache
-def model_of(family: str) -> PreTrainedModel:
-    return tiny_model(FAMILIES[family])
 
 
 def new_turn(rows: list[int], starts: list[int], pick: random.Random) -> Tensor:
@@ -82,7 +76,7 @@ def test_chats_equal_one_forward_and_rows_alone(
     method: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "MASK_ROWS", 7)
-    model = model_of(family)
+    model = tiny_model(FAMILIES[family])
     caches: list[Any] = [DynamicCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 400)]
     if method == "sinks" and family in ("full", "pairs"):
         caches = [lambda config: rx.sink_cache(model), *caches]

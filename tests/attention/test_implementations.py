@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, in_parts, logits, same, tokens
-from cases import FACTOR, FAMILIES, TARGET, llama, tiny_model
+from cases import TARGET, llama, tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,15 +23,7 @@ from rope_extend.attention.functions import handled_implementation
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.parameters import learned_parameters
 
-ENCODINGS: dict[str, dict[str, Any]] = {
-    "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
-    "short_original(yarn)": {"name": "short_original", "inner": {"name": "yarn", "factor": FACTOR}},
-    "logn(linear)": {"name": "logn", "inner": {"name": "linear", "factor": FACTOR}},
-    "alibi": {"name": "alibi"},
-    "fire": {"name": "fire"},
-    "shaw": {"name": "shaw"},
-    "linear_attention": {"name": "linear_attention"},
-}
+METHODS = ("dynamic_ntk", "short_original(yarn)", "logn(linear)", "alibi", "fire", "shaw", "linear_attention")
 CHANGES: dict[str, Callable[[Any, str], None]] = {
     "method": lambda model, name: model.set_attn_implementation(name),
     "config": lambda model, name: setattr(model.config, "_attn_implementation", name),
@@ -39,34 +31,18 @@ CHANGES: dict[str, Callable[[Any, str], None]] = {
 }
 
 
-@pytest.fixture(params=ENCODINGS.values(), ids=ENCODINGS)
-def encoding(request: pytest.FixtureRequest) -> Any:
-    return rx.Encoding.from_dict(request.param)
-
-
-def family(model_type: str) -> PreTrainedModel:
-    return tiny_model(next(case for case in FAMILIES if case.model_type == model_type))
-
-
-def extended(model: PreTrainedModel, encoding: Any) -> rx.Patch:
-    return rx.patch_model(model, encoding, target_length=TARGET)
-
-
-@pytest.fixture(params=CHANGES.values(), ids=CHANGES)
-def change(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
-    return request.param
-
-
-def test_a_change_equals_a_patch_under_the_new_implementation(encoding: Any, change: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_change_equals_a_patch_under_the_new_implementation(method: str, change: Any) -> None:
     model, data = llama(), batch((0, 17))
     expected, plain = {}, {}
     for name in ("sdpa", "eager"):
         model.set_attn_implementation(name)
         plain[name] = logits(model, **data)
-        with extended(model, encoding):
+        with rx.extend(model, TARGET, method):
             expected[name] = logits(model, **data)
-    assert not torch.equal(expected["sdpa"], expected["eager"]) or encoding.name == "linear_attention"
-    patch = extended(model, encoding)
+    assert not torch.equal(expected["sdpa"], expected["eager"]) or method == "linear_attention"
+    patch = rx.extend(model, TARGET, method)
     for name in ("sdpa", "eager", "sdpa", "eager"):
         change(model, name)
         assert model.config._attn_implementation == name
@@ -88,11 +64,10 @@ def test_a_change_equals_a_patch_under_the_new_implementation(encoding: Any, cha
 )
 @pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
 def test_a_sub_config_is_followed(name: str, change: Any) -> None:
-    model, data = family("gemma3"), batch((0, 17))
-    encoding = rx.Encoding.from_dict(ENCODINGS[name])
+    model, data = tiny_model("gemma3"), batch((0, 17))
     twin = copy.deepcopy(model)
     twin.set_attn_implementation("eager")
-    with extended(model, encoding), extended(twin, encoding):
+    with rx.extend(model, TARGET, name), rx.extend(twin, TARGET, name):
         before = logits(model, **data)
         change(model)
         assert torch.equal(logits(model, **data), logits(twin, **data))
@@ -102,11 +77,10 @@ def test_a_sub_config_is_followed(name: str, change: Any) -> None:
     assert twin.config.text_config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "linear_attention"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "linear_attention"])
 def test_attentions_are_returned_under_eager(name: str) -> None:
     model, input_ids = llama(), tokens(2, LENGTH)
-    encoding = rx.Encoding.from_dict(ENCODINGS[name])
-    with extended(model, encoding):
+    with rx.extend(model, TARGET, name):
         model.set_attn_implementation("eager")
         model.config.output_attentions = True
         output = model(input_ids)
@@ -130,7 +104,7 @@ def test_attentions_are_returned_under_eager(name: str) -> None:
 def test_gradients_reach_the_attentions_of_one_table() -> None:
     """The returned weights are those that were used, as transformers' own tests require."""
     model = llama()
-    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+    with rx.extend(model, TARGET, "dynamic_ntk"):
         model.set_attn_implementation("eager")
         output = model(tokens(2, 20), output_attentions=True)
         weights = output.attentions[0]
@@ -139,10 +113,11 @@ def test_gradients_reach_the_attentions_of_one_table() -> None:
     assert weights.grad is not None
 
 
-def test_a_patch_leaves_no_trace_in_the_config(encoding: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_patch_leaves_no_trace_in_the_config(method: str) -> None:
     model = llama()
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    with extended(model, encoding):
+    with rx.extend(model, TARGET, method):
         assert model.config._attn_implementation == "sdpa"
         other = AutoModelForCausalLM.from_config(model.config).eval()
         assert other.config._attn_implementation == "sdpa"
@@ -159,9 +134,10 @@ def layers(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def test_copies_follow_their_own_config(encoding: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_follow_their_own_config(method: str) -> None:
     model, data = llama(), batch((0, 17))
-    with extended(model, encoding):
+    with rx.extend(model, TARGET, method):
         before = logits(model, **data)
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             twin.set_attn_implementation("eager")
@@ -179,13 +155,12 @@ def test_copies_follow_their_own_config(encoding: Any) -> None:
 
 def test_nested_patches_follow() -> None:
     model, data = llama(), batch((0, 17))
-    inner = rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])
     model.set_attn_implementation("eager")
-    with extended(model, inner):
+    with rx.extend(model, TARGET, "dynamic_ntk"):
         expected = logits(model, **data)
     model.set_attn_implementation("sdpa")
-    with extended(model, inner):
-        with extended(model, rx.encoding("alibi")):
+    with rx.extend(model, TARGET, "dynamic_ntk"):
+        with rx.extend(model, TARGET, "alibi"):
             model.set_attn_implementation("eager")
         with rx.extend(model, TARGET, "linear"):
             assert model.config._attn_implementation == "eager"
@@ -208,7 +183,7 @@ def test_a_change_to_what_does_not_work_is_refused_by_name(name: str, implementa
 def test_an_implementation_without_a_mask_is_refused_by_name() -> None:
     AttentionInterface.register("test_no_mask", lambda *args, **kwargs: pytest.fail("called"))
     model = llama()
-    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+    with rx.extend(model, TARGET, "dynamic_ntk"):
         model.set_attn_implementation("test_no_mask")
         with pytest.raises(UnsupportedModelError, match="'test_no_mask' has no mask function"):
             model(tokens(1, 10))
@@ -232,7 +207,7 @@ def test_a_users_function_under_a_name_of_transformers_sees_that_name(
     """In a prefill and in a step of decoding; once, as it does not call the handler again."""
     model, input_ids = llama(), tokens(1, LENGTH)
     model.set_attn_implementation(name)
-    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])), torch.no_grad():
+    with rx.extend(model, TARGET, "dynamic_ntk"), torch.no_grad():
         expected = logits(model, input_ids)
         monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, name, _by_name)
         NAMES.clear()
@@ -255,7 +230,7 @@ def test_the_own_name_is_not_seen_in_another_thread() -> None:
     AttentionInterface.register("test_threads", attention)
     AttentionMaskInterface.register("test_threads", sdpa_mask)
     model = llama()
-    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+    with rx.extend(model, TARGET, "dynamic_ntk"):
         model.set_attn_implementation("test_threads")
         expected = {module.config._attn_implementation for module in layers(model)}
         logits(model, tokens(1, LENGTH))

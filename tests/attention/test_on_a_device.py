@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from batches import LENGTH, tokens
 from cases import FACTOR, TARGET, llama
-from test_attention_on_a_gpu import INSIDE, cached_logits, extended
+from test_attention_on_a_gpu import INSIDE, cached_logits
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,9 +39,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", INSIDE)
 def test_every_kind_of_encoding_with_a_cache(name: str, device: str) -> None:
     ids, model = tokens(1, LENGTH), llama()
-    with extended(model, name):
+    with rx.extend(model, TARGET, name):
         expected = model(ids, use_cache=False).logits.detach()
-    with extended(model.to(device), name):
+    with rx.extend(model.to(device), TARGET, name):
         close(torch.cat(cached_logits(model, ids.to(device)), dim=1), expected)
 
 

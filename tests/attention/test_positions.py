@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 from batches import LENGTH, logits, same, tokens
-from cases import FACTOR, TARGET, llama
+from cases import TARGET, llama
 from torch import Tensor
 
 import rope_extend as rx
 
-METHODS: dict[str, dict[str, Any]] = {
-    "dynamic_ntk": {"factor": FACTOR}, "self_extend": {"group": 9, "window": 8}, "fire": {},
-}  # fmt: skip
+METHODS = ("dynamic_ntk", "self_extend", "fire")
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_positions_may_come_with_other_weights(name: str) -> None:
     """A training loop may use one tensor of positions again."""
     model, ids, positions = llama(head_dim=16), tokens(1, LENGTH), torch.arange(LENGTH)[None]
-    with rx.patch_model(model, rx.encoding(name, **METHODS[name]), target_length=TARGET) as patch:
+    with rx.extend(model, TARGET, name) as patch:
         logits(model, ids, position_ids=positions)
         with torch.no_grad():
             for parameter in [*model.parameters(), *(patch.learned.parameters() if patch.learned else ())]:
@@ -39,7 +36,7 @@ def test_the_same_positions_may_come_with_other_weights(name: str) -> None:
 def test_threads_do_not_see_each_other(name: str) -> None:
     model = llama(head_dim=16)
     texts = [tokens(1, length, seed=length) for length in (70, 80, 75, 60)]
-    with rx.patch_model(model, rx.encoding(name, **METHODS[name]), target_length=TARGET):
+    with rx.extend(model, TARGET, name):
         expected = [logits(model, text) for text in texts]
         found: dict[int, Tensor] = {}
         errors: list[BaseException] = []

@@ -10,23 +10,11 @@ from batches import LENGTH, logits, tokens
 from cases import ALTERNATIVES, TARGET, TRAINED, llama, tiny_model
 
 import rope_extend as rx
-from rope_extend.encodings import AbsoluteEncoding, ModelShape
+from rope_extend.encodings import ModelShape
 from rope_extend.errors import UnsupportedModelError
 
 SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
 VECTORS = [case for case in ALTERNATIVES if case.vectors is not None]
-
-
-@pytest.fixture(params=VECTORS, ids=str)
-def case(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture
-def encoding(case: Any) -> AbsoluteEncoding:
-    made = case.build()
-    assert isinstance(made, AbsoluteEncoding)
-    return made
 
 
 def test_far_positions_keep_their_precision() -> None:
@@ -37,12 +25,13 @@ def test_far_positions_keep_their_precision() -> None:
     )
 
 
+@pytest.mark.parametrize("case", VECTORS, ids=str)
 @pytest.mark.parametrize("first", [0, 100])
-def test_logits_equal_stock_llama_on_the_sum(case: Any, encoding: AbsoluteEncoding, first: int) -> None:
+def test_logits_equal_stock_llama_on_the_sum(case: Any, first: int) -> None:
     """Stock Llama with all tokens at position 0, on embeddings with the vectors added."""
     model = llama()
     input_ids, positions = tokens(2, LENGTH), torch.arange(first, first + LENGTH)
-    with rx.patch_model(model, encoding) as patch:
+    with rx.patch_model(model, case.build()) as patch:
         actual = logits(model, input_ids, position_ids=positions[None])
         learned = {} if patch.learned is None else patch.learned.of()
     embeddings = model.model.embed_tokens(input_ids).double()

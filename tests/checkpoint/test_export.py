@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,10 @@ def test_a_form_that_changes_the_scale_of_logits_is_refused(tmp_path: Path) -> N
 
 
 def test_the_documentation_is_what_the_code_says() -> None:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    root = Path(__file__).parents[2]
-    spec = spec_from_file_location("export_support", root / "tools" / "write_export_support.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run tools/write_export_support.py"
-    assert {encoding.name for encoding in script.examples(SHAPE, TARGET)} == set(rx.encoding_names())
+    script = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "write_export_support.py"))
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert page == script["page"](), "run tools/write_export_support.py"
+    assert {encoding.name for encoding in script["examples"](SHAPE, TARGET)} == set(rx.encoding_names())
 
 
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

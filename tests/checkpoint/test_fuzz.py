@@ -160,7 +160,16 @@ def changed_tensors(draw: Callable[[st.SearchStrategy[Any]], Any], raw: bytes) -
     return bytes(data)
 
 
-def run(
+@pytest.fixture(autouse=True)
+def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the part of verification in this process; other tests cover the other process."""
+    monkeypatch.setattr(verifying, "_stock_logits", lambda *_, **__: "not read")
+
+
+@pytest.mark.parametrize(("kind", "name"), few(CASES, 2))
+@SETTINGS
+@given(data=st.data())
+def test_readers_know_damage_when_they_see_it(
     checkpoints: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as work:
@@ -190,18 +199,3 @@ def run(
         if found is not None and sealed:
             assert_same_but_rounding(logits(found), expected[kind])
         assert path.read_bytes() == after
-
-
-@pytest.fixture(autouse=True)
-def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the part of verification in this process; other tests cover the other process."""
-    monkeypatch.setattr(verifying, "_stock_logits", lambda *_, **__: "not read")
-
-
-@pytest.mark.parametrize(("kind", "name"), few(CASES, 2))
-@SETTINGS
-@given(data=st.data())
-def test_readers_know_damage_when_they_see_it(
-    checkpoints: Path, expected: dict[str, torch.Tensor], kind: str, name: str, data: st.DataObject
-) -> None:
-    run(checkpoints, expected, kind, name, data)

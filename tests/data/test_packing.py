@@ -15,6 +15,7 @@ from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from test_mixed_windows import results
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
@@ -68,18 +69,13 @@ def together(model: PreTrainedModel, *rows: list[Tensor], mask: bool = True) -> 
 def assert_equal_losses_and_gradients(
     model: PreTrainedModel, one: Callable[[], Tensor], other: Callable[[], Tensor]
 ) -> None:
-    results = []
-    for loss in (one, other):
-        model.zero_grad()
-        value = loss()
-        value.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        results.append((value.detach(), gradients))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
-    assert results[0][1].keys() == results[1][1].keys()
-    for name, gradient in results[0][1].items():
+    expected, gradients = results(model, one())
+    found, ours = results(model, other())
+    torch.testing.assert_close(expected, found, rtol=0, atol=1e-5)
+    assert gradients.keys() == ours.keys()
+    for name, gradient in gradients.items():
         scale = max(1.0, float(gradient.abs().max()))
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
+        torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
 
 
 PLAIN = ("llama", "gpt_neox", "qwen3", "glm", "phi3", "deepseek_v3")

@@ -124,10 +124,6 @@ def test_every_parameter_states_its_values(cls: type[Encoding]) -> None:
                 rx.encoding(cls.name, **{**others, name: bad})
 
 
-def tokens_of_one() -> Any:
-    return rotary("logn").logit_scale(RopeShape(8, 1e4, 1), torch.arange(2))
-
-
 XPOS = {"name": "xpos"}
 MISTAKES: list[tuple[Any, str]] = [
     ({"name": "yarm", "factor": 8.0}, "Did you mean 'yarn'"),
@@ -151,7 +147,7 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: rotary("clipped", channels=40).inv_freq(SHAPE), "channels is 40, but .* rotates 32"),
     ({"name": "truncated", "keep_above": 0.1, "between": 0.2}, "must not exceed keep_above"),
     (lambda: rotary("truncated", zero_below=0.1).inv_freq(SHAPE), "must not exceed keep_above"),
-    (tokens_of_one, "2 or more tokens"),
+    (lambda: rotary("logn").logit_scale(RopeShape(8, 1e4, 1), torch.arange(2)), "2 or more tokens"),
     ({"name": "logn", "inner": "yarn"}, "inner must be a rotary schedule"),
     ({"name": "short_original", "inner": XPOS}, "give a schedule without xpos"),
     ({"name": "short_original", "inner": {"name": "logn", "inner": XPOS}}, "without xpos"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batches import tokens
 from cases import FAMILIES, TARGET, FamilyCase, tiny_config, tiny_model
 from rotary_cases import TRAINED
 from tolerances import assert_same_but_rounding
@@ -41,10 +42,6 @@ def case_of(model_type: str) -> FamilyCase:
     if not found:
         pytest.skip(f"no {model_type} in this version of transformers")
     return found[0]
-
-
-def tokens(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def test_every_causal_family_is_supported_or_refused_with_its_reason() -> None:

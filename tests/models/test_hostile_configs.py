@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import TARGET, TRAINED, FamilyCase, llama, tiny_model
+from test_families import case_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
@@ -93,9 +94,7 @@ def test_a_share_of_channels_that_the_family_ignores(method: str) -> None:
     ],
 )
 def test_shapes_that_no_model_has(family: str, change: dict[str, Any], message: str) -> None:
-    case = next((case for case in FAMILIES if case.model_type == family), None)
-    if case is None:
-        pytest.skip(f"this transformers has no {family}")
+    case = case_of(family)
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, **case.config.get("rope_parameters", {})}
     config = {**case.config, "rope_parameters": {**parameters, **change}}
     model = tiny_model(FamilyCase(family, config))

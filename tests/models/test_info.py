@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from batches import tokens
-from cases import FAMILIES, TARGET, llama, tiny_model
+from cases import TARGET, llama, tiny_model
 from integrity import logits
+from test_families import case_of
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -42,10 +43,7 @@ def test_a_checkpoint_that_stock_transformers_cannot_represent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its config names the encoding; after stock `from_pretrained`, its tables are those of pretraining."""
-    case = next((case for case in FAMILIES if case.model_type == "gemma4_text"), None)
-    if case is None:
-        pytest.skip("this transformers has no gemma4_text")
-    model = tiny_model(case)
+    model = tiny_model(case_of("gemma4_text"))
     rx.extend(model, TARGET, "yarn")
     encoding = rx.info(model).encoding
     model.save_pretrained(tmp_path / "stock")

@@ -11,7 +11,6 @@ import torch
 from cases import TARGET, TRAINED, llama
 from integrity import extended, logits, with_lora
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -20,18 +19,14 @@ from rope_extend.models.checkpoint_directory import LEARNED_FILE
 from rope_extend.models.parameters import learned_parameters
 
 
-def perturb(model: nn.Module) -> None:
-    with torch.no_grad():
-        for value in learned_parameters(model).values():
-            value.add_(0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2)))
-
-
 @pytest.fixture
 def adapted(tmp_path: Path) -> Any:
     """A model with FIRE and an adapter, saved in `adapter/`, its base in `base/`."""
     llama().save_pretrained(tmp_path / "base")
     model = with_lora(extended("fire", AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
-    perturb(model)
+    with torch.no_grad():
+        for value in learned_parameters(model).values():
+            value.add_(0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2)))
     rx.save(model, tmp_path / "adapter")
     return model
 

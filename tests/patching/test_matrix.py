@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import tokens
+from batches import LENGTH, logits, tokens
 from cases import (
     ALL_FAMILIES,
     ALTERNATIVES,
@@ -47,8 +47,6 @@ from rope_extend.models.parameters import learned_parameters
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.patching import current_patch
 from rope_extend.training.lora import TextReach, lora_config, text_reach
-
-LENGTH = 80
 
 
 @cache
@@ -117,11 +115,6 @@ def rotation(module: Any, model: PreTrainedModel, position_ids: torch.Tensor) ->
     once, again = both.unbind(axis)
     assert torch.equal(once, again)
     return once
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    return model(input_ids, use_cache=False, **inputs).logits
 
 
 def test_every_supported_family_and_method_has_a_row() -> None:

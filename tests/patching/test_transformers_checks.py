@@ -11,7 +11,6 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights
 from accelerate.hooks import remove_hook_from_submodules
+from batches import tokens
 from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_config, tiny_model
 from covering import few
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers.modeling_utils import local_torch_dtype
 
 import rope_extend as rx
 from rope_extend.models.parameters import read_learned, write_learned
@@ -96,11 +97,6 @@ def stock(setup: Setup) -> PreTrainedModel:
 def patched(setup: Setup) -> PreTrainedModel:
     """The model under test. Shared, as above."""
     return setup.patched()
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    """Random ids without the padding, begin and end tokens."""
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 IDS = tokens(2, 60)
@@ -180,22 +176,13 @@ def test_what_is_saved_is_what_stock_saves(
     assert torch.equal(logits(again), logits(patched))
 
 
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "cpu": lambda: torch.device("cpu"),
     "meta": lambda: torch.device("meta"),
     "empty-weights": init_empty_weights,
     "no-gradients": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "default-dtype": default_dtype,
+    "default-dtype": lambda: local_torch_dtype(torch.bfloat16),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import TRAINED, tiny_llama
 from fakes import FakeEvaluator, config
+from test_perplexity import naive_losses
 from tolerances import logit_tolerance
 
 import rope_extend as rx
@@ -27,13 +28,6 @@ def settings(**values: Any) -> rx.SearchConfig:
     return rx.SearchConfig(
         **{"model": "m/m", "target_length": TARGET, "documents": 2, "holdout": 1, **values}
     )
-
-
-def naive_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """`-log p` of each token after the first, float64, from the logits of one forward."""
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, :-1].double()
-    return -torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
 
 
 def test_the_score_is_the_mean_loss_under_the_candidate() -> None:
