@@ -39,6 +39,7 @@ from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
 from rope_extend.evaluation.results import RetrievalResult as RetrievalResult
+from rope_extend.evaluation.trained_texts import was_trained_on as was_trained_on
 from rope_extend.evaluation.verdicts import verdict as verdict
 from rope_extend.models.families import supported_families as supported_families
 from rope_extend.patching import Patch as Patch

@@ -93,7 +93,10 @@ def main(args: argparse.Namespace) -> None:
     same_training = bool(args.control_adapter or args.method) or Path(base) == Path(args.model).expanduser()
     if not same_training:
         print("The control is the model before training. For one that is trained, give --control-adapter.")
-    print(rx.verdict(*rows.values(), same_training=same_training))
+    if rx.was_trained_on(args.model, args.data):
+        print("Not decided: the model was trained on some of these texts. Measure others.")
+    else:
+        print(rx.verdict(*rows.values(), same_training=same_training))
 
 
 if __name__ == "__main__":

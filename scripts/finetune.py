@@ -36,6 +36,7 @@ parser.add_argument("--positions", help="pose, cream or random: short blocks, po
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--batch-size", type=int, default=1)
 parser.add_argument("--learning-rate", type=float, default=2e-4)
+parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
 parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
 
@@ -82,6 +83,7 @@ def main(args: argparse.Namespace) -> None:
         args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
         learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
         logging_steps=10, save_steps=50, save_total_limit=2, report_to=[],
+        gradient_checkpointing=args.gradient_checkpointing or None,
     )  # fmt: skip
     trainer = rx.RopeTrainer(  # transformers' Trainer, with checkpoints that are whole, and know the encoding
         model,
@@ -110,6 +112,7 @@ def print_next(args: argparse.Namespace, patch: rx.Patch, length: int, processes
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
         "--block-length", block, "--batch-size", batch, "--steps", steps,
         "--learning-rate", args.learning_rate, "--output", control,
+        *["--gradient-checkpointing"] * args.gradient_checkpointing,
         *["--resume"] * Path(control).exists(),  # of a run that was trained for longer
     ]  # fmt: skip
     evaluation = [

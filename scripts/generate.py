@@ -1,6 +1,6 @@
 """Continue a long text with an extended model. Copy it and change it.
 
-python scripts/generate.py MODEL prompt.txt --method dynamic_yarn --target-length 32k --max-new-tokens 200
+python scripts/generate.py MODEL prompt.txt --method jet_long --target-length 32k --max-new-tokens 200
 """
 
 import argparse

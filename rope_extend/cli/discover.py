@@ -29,9 +29,9 @@ from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
 
 START_HERE = {
-    "yarn": "the best first choice, with or without fine-tuning; every export target can run it",
-    "dynamic_yarn": "without fine-tuning, for texts of very different lengths; short texts are unchanged",
-    "short_original": "around another method, `short_original(yarn)`: the same, with a fixed long table",
+    "yarn": "to fine-tune, and to serve anywhere: every export target can run it",
+    "jet_long": "without fine-tuning, in transformers; texts within the trained window are unchanged",
+    "dynamic_yarn": "likewise, for families whose attention cannot be changed; its perplexity is higher",
 }
 """Methods to try first, with the reason."""
 

@@ -130,8 +130,8 @@ def load_documents(
         longest = max(lengths, key=lambda name: lengths[name])
         raise RopeExtendError(
             f"no document of at least {min_tokens:,} tokens in {described}: the longest of {len(lengths)}, "
-            f"{longest!r}, has {lengths[longest]:,}. Give longer texts, or use windows or blocks of at most "
-            f"{lengths[longest]:,} tokens; in a recipe, packing=restart uses short texts"
+            f"{longest!r}, has {lengths[longest]:,}. Give longer texts, or shorter lengths, windows or "
+            "blocks; only `rope-extend finetune --packing restart` trains on shorter texts"
         )
     if too_short:
         words = "%s: %d of %d documents are empty or shorter than %d tokens"

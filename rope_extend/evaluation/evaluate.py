@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Measured, run
+from rope_extend.evaluation.trained_texts import settings_of, was_trained_on
 from rope_extend.evaluation.verdicts import Decision, decide
 from rope_extend.files import is_private, public_name
 from rope_extend.journal import only_writer
@@ -129,7 +129,12 @@ def measure(
             # Another one may have ended by now.
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
-        decision = decide(measured.rows, measured.unfinished, _trained_on(config, measured.rows))
+        seen = {
+            row.label
+            for row in measured.rows
+            if row.adapter and was_trained_on(row.adapter, config.data, config.split)
+        }
+        decision = decide(measured.rows, measured.unfinished, seen)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -198,24 +203,6 @@ def _trained_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str |
     return None if control is None else control.adapter
 
 
-def _trained_on(config: ModelConfig, rows: Sequence[EvaluationRow]) -> set[str]:
-    """Labels of rows that were trained on texts of the measurement, as far as their files say."""
-
-    def of(adapter: str) -> bool:
-        recipe = _recipe_of(adapter)
-        one, other = (
-            [Path(each).absolute() for each in ([data] if isinstance(data, str) else data or ())]
-            for data in (recipe.get("data"), config.data)
-        )
-        return any(
-            (a.is_relative_to(b) or b.is_relative_to(a))
-            and (a.exists() or b.exists() or recipe.get("split") == config.split)  # of a dataset
-            for a, b in product(one, other)
-        )
-
-    return {row.label for row in rows if row.adapter and of(row.adapter)}
-
-
 def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
@@ -240,18 +227,11 @@ def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> s
     lines, runs = list[str](), {run: _trained(run)[0] for run in (str(adapter), control)}
     most = 2 * max(runs.values())
     for trained, tokens in runs.items():
-        if tokens and (steps := _recipe_of(trained).get("steps")):
+        if tokens and (steps := settings_of(trained, "recipe.yaml").get("steps")):
             file, output = shlex.quote(f"{shown(trained)}/recipe.yaml"), shlex.quote(shown(trained))
             more = f"--resume --steps {round(steps * most / tokens)}"
             lines.append(f"rope-extend finetune {file} --output {output} {more}")
     return "\n".join(lines) if len(lines) == 2 else ""
-
-
-def _recipe_of(adapter: str) -> dict[str, Any]:
-    """The recipe of a run; empty if its directory has none."""
-    with suppress(OSError, ValueError, TypeError, yaml.YAMLError):
-        return dict(yaml.safe_load((Path(adapter) / "recipe.yaml").read_text(encoding="utf-8")))
-    return {}
 
 
 def _trained(adapter: str) -> tuple[int, list[float]]:
@@ -272,7 +252,7 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
     adapter, window = str(row.adapter), row.trained_length or 0
     output = f"--output {shlex.quote(f'{shown(adapter)}-control')}"
     with suppress(ValueError, LookupError, TypeError, ZeroDivisionError):  # a recipe changed by hand
-        recipe = _recipe_of(adapter)
+        recipe = settings_of(adapter, "recipe.yaml")
         own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
         own *= recipe["block_length"] or recipe["target_length"]
         recipe["gradient_accumulation"] *= max(1, round(_trained(adapter)[0] / own))  # of more processes

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from rope_extend.attention.split_window import check_split
 from rope_extend.checkpoint.manifest import adapter_digests, check_directory
 from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.sources import source_files
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
@@ -62,6 +63,8 @@ class Measurement:
         progress: bool = True,
     ) -> None:
         expand_segments()
+        if texts and config.data is not None:
+            source_files(config.data)  # so that a wrong path is refused at once
         self.config = config
         self.candidates = candidates = Candidates.of(config)
         for row in candidates.rows:

@@ -17,6 +17,7 @@ LEAST_FOUND = 0.9
 """Share of passkeys that a row must find at every depth, at the longest length."""
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
+_ALLOWED = f"{100 * MOST_COST - 100:.0f} %"
 UNMEASURED = "not measured (--retrieval-lengths)"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
@@ -95,18 +96,18 @@ def decide(
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
     judged = _verdicts(rows, unfinished, seen)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
-    sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
+    sentence, train = _sentence(rows, judged, unfinished, seen, longest, head[1:])
     if not judged:
         return Decision(judged, train, Section("Verdict", lead=sentence))
     documents = counted(max(row.result.documents for row in rows if row.result), "document")
     notes = [
-        f"Beyond {window}: instead of the perplexity with a cropped context, on the same targets. In "
-        f"brackets, the 95 % interval over {documents}. ✓ if all of the 99.5 % interval is below 0: in "
-        "simulations, at most 3 % of such claims were wrong. ✗ if all of the 95 % interval is above 0. "
-        "Otherwise ?, as it may be chance.",
-        f"✓ at {target}: at least {LEAST_FOUND:.0%} at every depth. Within {window}: instead of plain RoPE, "
-        f"and of a trained control. ✓ if the whole 95 % interval is at most {100 * MOST_COST - 100:.0f} %, ✗ "
-        "if it is wholly above that, otherwise ?.",
+        f"In brackets: the 95 % interval over {documents}. ?: it may be chance, or was not measured.",
+        f"Beyond {window}: perplexity, compared with a cropped context on the same targets. ✓ if the 99.5 % "
+        "interval is wholly below 0: in simulations, at most 3 % of such claims were wrong. ✗ if the 95 % "
+        "interval is wholly above 0.",
+        f"Found at {target}: ✓ if at least {LEAST_FOUND:.0%} at every depth.",
+        f"Within {window}: compared with plain RoPE, and with a trained control. ✓ if the 95 % interval is "
+        f"wholly below {_ALLOWED}, ✗ if it is wholly above.",
     ]
     lines = [[each.label, *map(str, each[1:4])] for each in judged]
     return Decision(judged, train, Section("Verdict", [head, *lines], notes, sentence))
@@ -116,9 +117,10 @@ def _verdicts(
     rows: Sequence[EvaluationRow], unfinished: Collection[str], seen: Collection[str]
 ) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
+    trained = any(map(_is_trained, rows))
     return [
         Verdict(
-            row.label, _gain(gain, row.label in seen), _found(row, gain.longest.length, rows),
+            row.label, _gain(gain, trained, row.label in seen), _found(row, gain.longest.length, rows),
             _cost(costs.get(id(row)), gain), row.label not in unfinished, _alone(gain),
         )
         for gain in against_cropped(rows)
@@ -130,6 +132,7 @@ def _sentence(
     rows: Sequence[EvaluationRow],
     judged: Sequence[Verdict],
     unfinished: Collection[str],
+    seen: Collection[str],
     longest: int,
     criteria: Sequence[str],
 ) -> tuple[str, bool]:
@@ -149,7 +152,11 @@ def _sentence(
         return f"No {those} has a finite perplexity at {target}: check the weights, and the dtype.", False
     whole, more = [each for each in ranked if each.whole], ""
     undecided, train = [each for each in whole if each.success is None], False
-    trained = any((row.adapter and not _is_control(row)) or row.of_same_weights for row in rows)
+    trained = [row.label for row in rows if _is_trained(row)]
+    failed = {
+        each.label: ", ".join(name for name, one in zip(criteria, each[1:4], strict=True) if one.met is False)
+        for each in whole
+    }
     if unfinished:
         first = f"Not decided yet: not wholly measured are {'; '.join(unfinished)}."
         more = " The same command with --resume measures the rest."
@@ -166,23 +173,31 @@ def _sentence(
         if len(undecided) > 1:
             among = f", which has the lowest perplexity of {len(undecided)} undecided rows"
         reasons = (f"{reason[0].upper()}{reason[1:]}." for reason in open_)
-        return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
+        others = [] if best.label in trained else trained
+        short = [f"{label} fails: {failed[label]}." for label in others if failed.get(label)]
+        return " ".join([*short, f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:
         untrained = any(row.is_extended and not row.adapter for row in rows)
         first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         more = f" Train adapter and control longer, if the loss still fell at the end{missed}."
+        if known := [each for each in whole if each.label in seen and each.gain.open]:
+            more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
     nearest = ""
     if len(whole) > 1 or (whole and unfinished):
-        failed = [name for name, each in zip(criteria, whole[0][1:4], strict=True) if each.met is False]
-        nearest = f" {whole[0].label} has the lowest perplexity"
-        nearest += f", and fails: {', '.join(failed)}." if failed else "."
+        nearest, fails = f" {whole[0].label} has the lowest perplexity", failed[whole[0].label]
+        nearest += f", and fails: {fails}." if fails else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
     return first + nearest + more, train
+
+
+def _is_trained(row: EvaluationRow) -> bool:
+    """Whether a row is the result of a training, and not a control."""
+    return bool(row.adapter and not _is_control(row)) or row.of_same_weights
 
 
 def _is_control(row: EvaluationRow) -> bool:
@@ -216,7 +231,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     base = EvaluationRow("the control", result=control, adapter="trained" if same_training else None)
     row, change = EvaluationRow("the model", result=result, adapter="trained"), changes[-1]
     window, longest = format_length(control.window or 0), format_length(change.length)
-    words, useful, _ = _gain(compared := Comparison(base, row, [change]))
+    words, useful, _ = _gain(compared := Comparison(base, row, [change]), trained=True)
     if alone := _alone(compared):
         command = f" (--method none --target-length {window}, and more steps or larger batches; "
         command += "scripts/finetune.py and `rope-extend advise` print it all)"
@@ -226,14 +241,14 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         f"cropped context: {words}"
     )
     if (within := within_window(result, control)) is not None and within.ratio > MOST_COST:
-        said += f"; within {window} it is {_change(within.ratio)}, and {MOST_COST - 1:.0%} is allowed"
+        said += f"; within {window} it is {_change(within.ratio)}, and {_ALLOWED} is allowed"
     if useful:
         return f"The longer context is of use, with little doubt: {said}."
     if useful is False:
         return f"The longer context is of no use: {said}."
     if change.clear and not control.is_weak:
         return f"The longer context may be of use: {said}."
-    then = "Measure more documents, or train longer, the control too."
+    then = "Measure more documents, or train on more tokens, the control too."
     if change.nats > 0:
         return f"By the estimate, the longer context is of no use, which is not certain: {said}. {then}"
     return f"It is not certain that the longer context is of use: {said}. {then}"
@@ -291,10 +306,10 @@ def _change(ratio: float) -> str:
     return f"{100 * abs(ratio - 1):.1f} % {'lower' if ratio < 1 else 'higher'}"
 
 
-def _gain(comparison: Comparison, seen: bool = False) -> Criterion:
+def _gain(comparison: Comparison, trained: bool = False, seen: bool = False) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below.
 
-    `seen` says that the row was trained on these texts.
+    `trained` says that something was trained already, and `seen` that the row was trained on these texts.
     """
     control, change = comparison.first, comparison.longest
     if not math.isfinite(control.result.ppl[change.length]):
@@ -305,7 +320,6 @@ def _gain(comparison: Comparison, seen: bool = False) -> Criterion:
     words = f"{change.before * change.ratio:,.{digits}f} instead of {change.before:,.{digits}f}, "
     words += _with_interval(change)
     documents = counted(change.documents, "document")
-    trained = comparison.second.adapter is not None
     if change.nats < 0 or change.certain is None:
         more = f"over {documents}, the gain beyond the old window may be chance: measure more texts "
         more += f"(--resume --documents {_enough(change)}; --data adds texts), or train{' longer' * trained}"
@@ -387,8 +401,8 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
         return Criterion(words, False)
     if all(high is not None and ppl(high) <= MOST_COST for _, high in ends):
         return Criterion(words, True)
-    documents, most = counted(change.documents, "document"), f"{MOST_COST - 1:.0%}"
-    return Criterion(words, None, f"over {documents}, the cost within the old window may be above {most}")
+    documents = counted(change.documents, "document")
+    return Criterion(words, None, f"over {documents}, the cost within the old window may be above {_ALLOWED}")
 
 
 def _with_interval(change: Difference) -> str:

@@ -103,16 +103,18 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
     """The row that gains most over its control, a clear gain before all others; and that in words, or none.
 
-    It is an extended row if there is any. A gain over a control that is too weak is no finding, nor one of
-    training over a control without it.
+    It is an extended row if there is any; without a clear gain, one that was trained. A gain over a control
+    that is too weak is no finding, nor one of training over a control without it.
     """
 
     alone = {id(row) for row in rows if row.adapter and not controls[id(row)].adapter}
 
-    def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
+    def rank(each: tuple[Any, Any]) -> tuple[bool, bool, float]:
         gain, row = each
         finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak or id(row) in alone
-        return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
+        unclear = not (finite and gain.clear and gain.nats < 0) or weak
+        untrained = row.adapter is None or id(row) in alone
+        return unclear, unclear and untrained, gain.nats if finite else math.inf
 
     rows = [row for row in rows if row.is_extended] or rows
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)

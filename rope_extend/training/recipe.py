@@ -27,7 +27,7 @@ from rope_extend.config import (
 )
 from rope_extend.data.choices import CONSECUTIVE, RESTART, SAMPLED, SHORTEST, UNPACKED
 from rope_extend.errors import refuse_if
-from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
+from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -117,8 +117,8 @@ class Recipe(Config):
     method: Annotated[
         str,
         TEXT,
-        f"position encoding: one of {', '.join(method_names())}, or composed, as in resonance(yarn); none "
-        "trains without an extension",
+        "position encoding: a name of `rope-extend methods`, or composed, as in resonance(yarn); none trains "
+        "without an extension",
     ] = "yarn"
     method_parameters: Annotated[
         dict[str, Any], PARAMETERS, "parameters of the method, such as beta_fast=32, except factor"

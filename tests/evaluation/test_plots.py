@@ -192,6 +192,10 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     axes = drawn.pop().axes
     assert any("thick line: far" in text.get_text() for text in axes.texts)
     assert axes.get_ylim()[1] > max(lines(axes)["far"].get_ydata()) > 1900
+    # Without a gain, it is the row that was trained.
+    tuned = replace(at("tuned", 0.2), adapter="b")
+    plots.plot_loss_by_position([control, trained, tuned, at("near", 0.1)], tmp_path / "j.png")
+    assert any("thick line: tuned" in text.get_text() for text in drawn.pop().axes.texts)
 
 
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 from test_report import BASIC
 from test_verdicts import CONTROL, PLAIN, cropped, judged
 
+import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
-from rope_extend.evaluation.evaluate import _control_command, _lead, _trained_on
+from rope_extend.evaluation.evaluate import _control_command, _lead
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
@@ -155,11 +158,20 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     for damaged in ('{"tokens": null}', '{"tokens": 1, "loss": null}', "[1]", "{"):  # no report is lost
         Path("my run/metrics.jsonl").write_text(f"{damaged}\n")
         assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 1
-    # What a row was trained on shows no gain: the same files, a part of them, or a directory that has them.
-    whole = str(work / "data")
-    for data in (whole, f"{whole}/a.txt", str(work), f"{whole}-of-others", "demo:evaluation"):
-        seen = _trained_on(replace(config, data=("no/such", data)), rows)
-        assert ("run" in seen) == (data.startswith(str(work)) and "others" not in data)
+    # What a row was trained on shows no gain: the same files, a part of them, or links to them.
+    whole, links = str(work / "data"), tmp_path / "links"
+    links.mkdir()
+    (links / "another.txt").symlink_to(work / "data" / "a.txt")
+    Path("by a script").mkdir()
+    Path("by a script/settings.json").write_text(json.dumps({"data": [whole]}))
+    for data in (whole, f"{whole}/a.txt", str(work), str(links), f"{whole}-of-others", "demo:evaluation"):
+        trained = "others" not in data and "demo" not in data
+        for adapter in ("my run", "by a script"):
+            assert rx.was_trained_on(adapter, ("no/such", data)) == trained
+    assert not rx.was_trained_on("elsewhere", whole)
+    Path("my run/recipe.yaml").write_text("{data: user/texts, split: test}")
+    for data, split in product(("user/texts", "user/others"), ("test", "train")):
+        assert rx.was_trained_on("my run", data, split) == ((data, split) == ("user/texts", "test"))
     decision = decide(rows, (), {"run"})
     known = "It was trained on these texts: measure others, which it has not seen."
     assert decision.section.lead == f"Not decided on run. {known}"

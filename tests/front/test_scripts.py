@@ -145,7 +145,8 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     copy = shutil.copy(FINETUNE, tmp_path)  # without evaluate.py next to it
     printed = scripts.run(copy, subject, data, "--target-length", 48, "--steps", 2, "--output", run)
     assert "\n  python path/to/scripts/evaluate.py " in printed
-    words = [data, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
+    others = shutil.copytree(data, tmp_path / "others")
+    words = [others, "--lengths", "16,32,", "64", "--documents", 2, "--output", table.parent]
     said = scripts.run(EVALUATE, run, *words).splitlines()
     assert "64 tokens exceed the window of 48 tokens, so expect nonsense after it" in said
     head, ours, control, *_ = csv.reader(table.open())
@@ -155,9 +156,12 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     assert said[-1].startswith(undecided)
     documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
     of_control(control, LoadOptions(device="cpu").load(str(subject)), documents, 16, 32, 64)
+    words[0] = data / "a.txt"
+    said = scripts.run(EVALUATE, run, *words, "--overwrite").splitlines()
+    assert said[-1] == "Not decided: the model was trained on some of these texts. Measure others."
     assert "prompt: the first 9 of " in scripts.run(GENERATE, run, data / "a.txt", "--max-tokens", 9)
     if subject.is_dir():  # merged weights are no control; their record has no path to the base model
-        merged = rx.merge(run, tmp_path / "merged")
+        merged, words[0] = rx.merge(run, tmp_path / "merged"), others
         assert f"no directory '{subject.name}'" in scripts.fail(EVALUATE, merged, *words, "--overwrite")
         said = scripts.run(EVALUATE, merged, *words, "--base-model", subject, "--overwrite")
         assert said.splitlines()[-1].startswith(undecided)
@@ -171,10 +175,10 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     work: Path, scripts: Scripts, tmp_path: Path
 ) -> None:
     """Plain RoPE in the old window, on as many tokens. Only documents to evaluate on get another name."""
-    run, texts = tmp_path / "run", work / "data"
+    run, texts, others = tmp_path / "run", work / "data", shutil.copytree(work / "data", tmp_path / "others")
     words = ["--target-length", 48, "--batch-size", 2, "--steps", 4, "--output", run]
     printed = scripts.run(FINETUNE, work / "model", texts, *words).splitlines()[-2:]
-    training, evaluation = (shlex.split(line.replace("path/to/other/documents", str(texts)))
+    training, evaluation = (shlex.split(line.replace("path/to/other/documents", str(others)))
                             for line in printed)  # fmt: skip
     assert f"blocks of {TRAINED} tokens" in scripts.run(*training[1:])
     control = Path(f"{run}-control")
@@ -197,7 +201,7 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     assert base[0] == f"{control[0]}, from token {TRAINED} on, targets of the control"
     assert f" {float(ours[2]):,.1f} instead of {float(base[2]):,.1f}, " in said.splitlines()[-1]
     assert "nonsense" not in said
-    alone = scripts.run(EVALUATE, run, texts, "--lengths", 48, "--output", tmp_path / "alone")
+    alone = scripts.run(EVALUATE, run, others, "--lengths", 48, "--output", tmp_path / "alone")
     assert ["before training" in each for each in (alone, compared)] == [True, False]
 
 
