@@ -56,6 +56,8 @@ from rope_extend.models.undo import Removable, UndoLog
 from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
+_SAVING = logger.getChild("saving")
+"""Says what matters to a model that will be saved."""
 
 _STACK = "_rope_extend_patches"
 _SAID: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -284,24 +286,24 @@ class Patch(Removable):
                 logging.WARNING,
                 "stock transformers cannot represent %s for %s; save the model with rope_extend.save and "
                 "load it with rope_extend.load, or the checkpoint has its old context window",
-                self.encoding, model_type,
+                self.encoding, model_type, log=_SAVING,
             )  # fmt: skip
         elif self.encoding.depends_on_length:
             self._say(
                 logging.WARNING,
                 "%s: stock transformers uses the table of the longest row of a batch, which is inexact with "
                 "a cache beyond %d tokens; load the model with rope_extend.load to compute it as now",
-                self.encoding, self.shape.trained_length,
+                self.encoding, self.shape.trained_length, log=_SAVING,
             )  # fmt: skip
 
-    def _say(self, level: int, text: str, *values: object) -> None:
+    def _say(self, level: int, text: str, *values: object, log: logging.Logger = logger) -> None:
         """Log what was not said of this model yet. Python shows only warnings, but what is said first."""
         if not _SAID and not logger.hasHandlers():
             level = logging.WARNING
         said, message = _SAID.setdefault(unwrap(self.model), set()), text % values
-        if logger.isEnabledFor(level) and message not in said:
+        if log.isEnabledFor(level) and message not in said:
             said.add(message)
-            logger.log(level, "%s", message)
+            log.log(level, "%s", message)
 
     def learn(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
         """Set the learned parameters by name; with `partial`, names may be missing.

@@ -158,7 +158,10 @@ class Candidates:
             return
         target = None if row.source == PLAIN else self.lengths[-1]
         target = target if row.record is None else row.record.target_length
-        with patch_model(lm, row.encoding, trained_length=self.trained_length, target_length=target) as patch:
+        with (
+            quiet_patching(".saving"),
+            patch_model(lm, row.encoding, trained_length=self.trained_length, target_length=target) as patch,
+        ):
             if row.record is None and row.source != PLAIN and not patch.changed:
                 raise PatchError(
                     f"{row.source} leaves the rotary tables of {self.name} unchanged; leave it out of "

@@ -218,7 +218,7 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
         control = _trained_control(row, rows)
         other = _trained(control)[0] if control and control != row.adapter else 0
         if tokens and other and abs(tokens / other - 1) > 0.02:
-            notes.append(f"Its control was trained on {other:,}: train the shorter longer.")
+            notes.append(f"Its control was trained on {other:,}: only as many can be compared.")
     return [Section("Training", notes=notes)] if notes else []
 
 

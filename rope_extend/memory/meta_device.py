@@ -30,9 +30,12 @@ DEPTH = 2
 
 
 @contextmanager
-def quiet_patching() -> Iterator[None]:
-    """Log nothing about patches of a dry run: the same is logged for the model itself."""
-    log = logging.getLogger("rope_extend.patching")
+def quiet_patching(part: str = "") -> Iterator[None]:
+    """Log nothing about patches of a dry run: the same is logged for the model itself.
+
+    The part `.saving` is what matters to models that will be saved, and not to those that are measured.
+    """
+    log = logging.getLogger(f"rope_extend.patching{part}")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
