@@ -62,12 +62,17 @@ def main(args: argparse.Namespace) -> None:
         name = f"{Path(args.control_adapter or base).name}, context cropped to {window}"
         rows[name] = rx.perplexity(model, documents, lengths, protocol="cropped", window=window)
 
-    table = {label: row.levels for label, row in rows.items()}
+    curves = table = {label: row.levels for label, row in rows.items()}
     if len(rows) > 1:  # beyond its window, a control may score some of the targets only
         (ours, row), (name, cropped) = rows.items()
         same, beyond = row.against(cropped), f"from token {window} on, targets of the control"
         table[f"{ours}, {beyond}"] = {each.length: each.before * each.ratio for each in same}
         table[f"{name}, {beyond}"] = {each.length: each.before for each in same}
+        within = [n for n in lengths if n <= window]
+        curves = {
+            label: {n: each.levels[n] for n in within} | table[f"{label}, {beyond}"]
+            for label, each in rows.items()
+        }
     output.mkdir(parents=True, exist_ok=True)
     with (output / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -76,14 +81,14 @@ def main(args: argparse.Namespace) -> None:
             writer.writerow([label, *(f"{levels[n]:.4f}" if n in levels else "" for n in lengths)])
     print((output / "table.csv").read_text(), end="")
 
-    for label, levels in table.items():
+    for label, levels in curves.items():
         plt.plot(list(levels), list(levels.values()), marker="o", label=label)
     plt.axvline(window, color="grey", linestyle=":", label="trained window")
     plt.xscale("log", base=2)
     plt.xticks(lengths, lengths)
     plt.minorticks_off()
     plt.xlabel("context length in tokens")
-    plt.ylabel("perplexity")
+    plt.ylabel(f"perplexity (beyond {window}: of the tokens from there on)")
     plt.legend(loc="lower left", bbox_to_anchor=(0, 1))  # above the axes, on no line
     plt.savefig(output / "perplexity.svg", bbox_inches="tight")
     print(f"wrote {output / 'table.csv'} and {output / 'perplexity.svg'}")
