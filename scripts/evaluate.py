@@ -43,6 +43,8 @@ def main(args: argparse.Namespace) -> None:
     if lengths[-1] > window:  # at its own window, both rows keep losses in the blocks of the control
         lengths = sorted({window, *lengths})
 
+    if seen := rx.was_trained_on(args.model, args.data):
+        print("The model was trained on some of these texts, so a gain on them would show nothing.")
     tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
     print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
@@ -98,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     same_training = bool(args.control_adapter or args.method) or Path(base) == Path(args.model).expanduser()
     if not same_training:
         print("The control is the model before training. For one that is trained, give --control-adapter.")
-    if rx.was_trained_on(args.model, args.data):
+    if seen:
         print("Not decided: the model was trained on some of these texts. Measure others.")
     else:
         print(rx.verdict(*rows.values(), same_training=same_training))

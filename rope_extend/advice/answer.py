@@ -23,6 +23,7 @@ from rope_extend.advice.advice import (
 )
 from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, work
 from rope_extend.advice.question import (
+    LONG_TEXTS,
     STANZA_LONGEST,
     STANZA_ORIGINAL,
     CurrentWindow,
@@ -103,7 +104,7 @@ def advise(
     if trained_length is not None and trained_length > window.tokens:
         said = f"you say so, and its config says {format_length(window.tokens)}"
         window = replace(window, tokens=trained_length, source=said)
-    done = _nothing_to_do(name, config.model_type, window, target, trained_length)
+    done = _nothing_to_do(name, config.model_type, window, target, trained_length, data)
     if done is not None:
         return done
     found = info(name, trained_length=trained_length)
@@ -114,12 +115,17 @@ def advise(
         current_table(empty_model(name), trained_length) if trained else None,
     )  # fmt: skip
     if window.stanza and target <= STANZA_LONGEST and trained_length is None and not train:
-        return _by_the_makers(question)
+        return _by_the_makers(question, data)
     return _train(question, device, data, untrained_first=not train)
 
 
 def _nothing_to_do(
-    name: str, model_type: str, window: CurrentWindow, target: int, trained_length: int | None
+    name: str,
+    model_type: str,
+    window: CurrentWindow,
+    target: int,
+    trained_length: int | None,
+    data: str | None,
 ) -> Advice | None:
     """The advice for a model that needs no extension, or cannot use one; None for others."""
     local = f"No layer attends to more than {window.local:,} tokens" if window.local else ""
@@ -134,7 +140,7 @@ def _nothing_to_do(
         stated = f" --trained-length {format_length(trained_length)}" if trained_length else ""
         measure = (
             f"rope-extend evaluate {quote(name)} --lengths {format_length(target)}{stated} "
-            "--data path/to/long/documents --output as-it-is"
+            f"--data {quote(data or LONG_TEXTS)} --output as-it-is"
         )
         return Advice(name, model_type, window, target, READS_ALREADY, reason, commands=(measure,))
     if local:
@@ -146,7 +152,7 @@ def _nothing_to_do(
     return None
 
 
-def _by_the_makers(question: Question) -> Advice:
+def _by_the_makers(question: Question, data: str | None) -> Advice:
     """The advice for a model whose card gives a YaRN stanza."""
     reason = (
         "The makers of this model recommend YaRN without training up to "
@@ -161,7 +167,7 @@ def _by_the_makers(question: Question) -> Advice:
     return Advice(
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
-        commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
+        commands=question.measuring(["none", "yarn"], data=data or ""), criteria=CRITERIA, notes=(note,),
         serving=question.serving("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 

@@ -21,6 +21,9 @@ from rope_extend.models.current_table import CurrentTable, extended_again
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.units import format_length
 
+LONG_TEXTS = "path/to/long/documents"
+"""Stands for what was not given."""
+
 
 @dataclass(frozen=True)
 class CurrentWindow:
@@ -159,7 +162,7 @@ class Question:
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
         named = f"--methods {','.join(methods)}"
-        data = "--data " + quote(data or f"path/to/{'other' if run else 'long'}/documents")
+        data = "--data " + quote(data or ("path/to/other/documents" if run else LONG_TEXTS))
         model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""

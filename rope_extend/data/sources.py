@@ -59,9 +59,10 @@ def describe_source(source: Source) -> str:
     return repr(str(source))
 
 
-def is_dataset(source: str) -> bool:
-    """Whether a source is a dataset on the hub, which has splits."""
-    return not _is_path(source)
+def dataset_of(source: Source) -> str | None:
+    """The dataset on the hub that a source is, also as the only one of a list; None for files."""
+    only = source[0] if isinstance(source, list | tuple) and len(source) == 1 else source
+    return only if isinstance(only, str) and not _is_path(only) else None
 
 
 def source_files(source: Source) -> dict[Path, str]:
@@ -70,7 +71,7 @@ def source_files(source: Source) -> dict[Path, str]:
     Raises:
         RopeExtendError: there is nothing to read.
     """
-    if isinstance(source, str) and is_dataset(source):
+    if dataset_of(source):
         return {}
     entries = [source] if isinstance(source, str | Path) else source
     files = {path: name for entry in entries for path, name in _files(entry)}
@@ -117,8 +118,8 @@ def read_texts(
         RopeExtendError: there is nothing to read, the column does not exist, or a file does not hold what its
             suffix says.
     """
-    if isinstance(source, str) and is_dataset(source):
-        dataset, _, config = source.partition(":")
+    if named := dataset_of(source):
+        source, (dataset, _, config) = named, named.partition(":")
         _check_on_hub(source, dataset)
         options = {"streaming": True} if streaming else {}
         rows = _dataset_rows(source, column, dataset, config or None, split=split, **options)

@@ -176,7 +176,7 @@ def _lead(
         heading = "To train: this estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
     parts += _training_notes(measured.rows)
-    undecided = [each.label for each in decision.verdicts if each.alone and each.success is None]
+    undecided = [each.label for each in decision.verdicts if each.alone and each.whole and not each.seen]
     for row in (
         row for row in measured.rows if row.label in undecided and not _trained_control(row, measured.rows)
     ):
@@ -184,7 +184,12 @@ def _lead(
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
         heading += ". In place of ..., what its training had" if "..." in train else ""
         parts.append(Code(heading, train))
-    failed = [each.label for each in decision.verdicts if not each.success and each.whole]
+    found = any(each.success for each in decision.verdicts)
+    failed = [
+        each.label
+        for each in decision.verdicts
+        if each.whole and not (found or each.seen or (each.gain.met and each.cost.met))
+    ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
         if (control := _trained_control(row, measured.rows)) and (
             lines := _longer(row.adapter, control, shown)

@@ -7,6 +7,7 @@ length gives the perplexity at every shorter one too, exactly, from the first of
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -129,7 +130,7 @@ def perplexity(
         started = time.perf_counter()
         for text, windows, tried in zip(texts, passes, starts, strict=True):
             ways = [computer.document(text.name, text.input_ids, windows, first) for first in tried]
-            losses = min(ways, key=lambda way: sum(values.sum(dtype=np.float64) for values in way))
+            losses = min(ways, key=_sum)
             for tally, of_pass, values in zip(tallies, windows, losses, strict=True):
                 tally.add(of_pass, values)
                 if save_losses:
@@ -170,6 +171,12 @@ def _windows(rule: Protocol, text: Document, length: int, settings: Settings) ->
             "shorter lengths"
         )
     return windows
+
+
+def _sum(losses: Sequence[Losses]) -> float:
+    """The sum over all passes; infinite if a loss is not a finite number."""
+    total = sum(float(values.sum(dtype=np.float64)) for values in losses)
+    return total if math.isfinite(total) else math.inf
 
 
 def window_starts(rule: Protocol, model: torch.nn.Module, text: Document) -> list[int | None]:

@@ -18,7 +18,7 @@ LEAST_FOUND = 0.9
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
 _ALLOWED = f"{100 * MOST_COST - 100:.0f} %"
-UNMEASURED = "not measured (--retrieval-lengths)"
+UNMEASURED = "not measured (report: --tasks, evaluate: --retrieval-lengths)"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
 
@@ -49,6 +49,7 @@ class Verdict(NamedTuple):
         cost: perplexity within the trained window, compared with plain RoPE.
         whole: whether the row is wholly measured.
         alone: how much of the gain may be the training alone, if no control was trained; else empty.
+        seen: whether the row was trained on these texts, so that it shows nothing.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Verdict(NamedTuple):
     cost: Criterion
     whole: bool = True
     alone: str = ""
+    seen: bool = False
 
     @property
     def success(self) -> bool | None:
@@ -96,12 +98,12 @@ def decide(
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
     judged = _verdicts(rows, unfinished, seen)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
-    sentence, train = _sentence(rows, judged, unfinished, seen, longest, head[1:])
+    sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
     if not judged:
         return Decision(judged, train, Section("Verdict", lead=sentence))
     documents = counted(max(row.result.documents for row in rows if row.result), "document")
     notes = [
-        f"In brackets: the 95 % interval over {documents}. ?: it may be chance, or was not measured.",
+        f"In brackets: the 95 % interval over {documents}. ?: this does not show it, or was not measured.",
         f"Beyond {window}: perplexity, compared with a cropped context on the same targets. ✓ if the 99.5 % "
         "interval is wholly below 0: in simulations, at most 3 % of such claims were wrong. ✗ if the 95 % "
         "interval is wholly above 0.",
@@ -117,11 +119,10 @@ def _verdicts(
     rows: Sequence[EvaluationRow], unfinished: Collection[str], seen: Collection[str]
 ) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
-    trained = any(map(_is_trained, rows))
     return [
         Verdict(
-            row.label, _gain(gain, trained, row.label in seen), _found(row, gain.longest.length, rows),
-            _cost(costs.get(id(row)), gain), row.label not in unfinished, _alone(gain),
+            row.label, _gain(gain, _remedy(rows), row.label in seen), _found(row, gain.longest.length, rows),
+            _cost(costs.get(id(row)), gain), row.label not in unfinished, _alone(gain), row.label in seen,
         )
         for gain in against_cropped(rows)
         if not _is_control(row := gain.second)
@@ -132,7 +133,6 @@ def _sentence(
     rows: Sequence[EvaluationRow],
     judged: Sequence[Verdict],
     unfinished: Collection[str],
-    seen: Collection[str],
     longest: int,
     criteria: Sequence[str],
 ) -> tuple[str, bool]:
@@ -166,7 +166,7 @@ def _sentence(
         first = "No row can be judged: all are controls, or the control with a cropped context is missing."
     elif undecided:
         best, train = undecided[0], not (trained or undecided[0].gain.met)
-        if best.alone:
+        if best.alone and not best.seen:
             return f"Not decided on {best.label}: {best.alone}.", train
         open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
         among = ""
@@ -180,15 +180,17 @@ def _sentence(
         untrained = any(row.is_extended and not row.adapter for row in rows)
         first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
-        more = f" Train adapter and control longer, if the loss still fell at the end{missed}."
-        if known := [each for each in whole if each.label in seen and each.gain.open]:
+        remedy = _remedy(rows)
+        more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
+        if known := [each for each in whole if each.seen]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
     nearest = ""
-    if len(whole) > 1 or (whole and unfinished):
-        nearest, fails = f" {whole[0].label} has the lowest perplexity", failed[whole[0].label]
+    if whole and whole[0].label in finite and (len(whole) > 1 or unfinished):
+        among = "" if whole[0] is ranked[0] else ", of the rows that are wholly measured"
+        nearest, fails = f" {whole[0].label} has the lowest perplexity{among}", failed[whole[0].label]
         nearest += f", and fails: {fails}." if fails else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
@@ -198,6 +200,14 @@ def _sentence(
 def _is_trained(row: EvaluationRow) -> bool:
     """Whether a row is the result of a training, and not a control."""
     return bool(row.adapter and not _is_control(row)) or row.of_same_weights
+
+
+def _remedy(rows: Sequence[EvaluationRow]) -> str:
+    """What may help if no gain is seen."""
+    if not any(map(_is_trained, rows)):
+        return "train"
+    control = any(row.adapter and _is_control(row) for row in rows)
+    return "train adapter and control longer" if control else "train longer, with a control"
 
 
 def _is_control(row: EvaluationRow) -> bool:
@@ -231,7 +241,7 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     base = EvaluationRow("the control", result=control, adapter="trained" if same_training else None)
     row, change = EvaluationRow("the model", result=result, adapter="trained"), changes[-1]
     window, longest = format_length(control.window or 0), format_length(change.length)
-    words, useful, _ = _gain(compared := Comparison(base, row, [change]), trained=True)
+    words, useful, _ = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
         command = f" (--method none --target-length {window}, and more steps or larger batches; "
         command += "scripts/finetune.py and `rope-extend advise` print it all)"
@@ -306,10 +316,10 @@ def _change(ratio: float) -> str:
     return f"{100 * abs(ratio - 1):.1f} % {'lower' if ratio < 1 else 'higher'}"
 
 
-def _gain(comparison: Comparison, trained: bool = False, seen: bool = False) -> Criterion:
+def _gain(comparison: Comparison, remedy: str = "train", seen: bool = False) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below.
 
-    `trained` says that something was trained already, and `seen` that the row was trained on these texts.
+    `remedy` is what may help, and `seen` says that the row was trained on these texts.
     """
     control, change = comparison.first, comparison.longest
     if not math.isfinite(control.result.ppl[change.length]):
@@ -322,17 +332,16 @@ def _gain(comparison: Comparison, trained: bool = False, seen: bool = False) -> 
     documents = counted(change.documents, "document")
     if change.nats < 0 or change.certain is None:
         more = f"over {documents}, the gain beyond the old window may be chance: measure more texts "
-        more += f"(--resume --documents {_enough(change)}; --data adds texts), or train{' longer' * trained}"
+        more += f"(--resume --documents {_enough(change)}; --data adds texts), or {remedy}"
     else:
-        more = f"over {documents}, no gain beyond the old window is seen: "
-        more += "train adapter and control longer" if trained else "train"
+        more = f"over {documents}, no gain beyond the old window is seen: {remedy}"
+    if seen:
+        known = "it was trained on these texts"
+        return Criterion(f"{words}; but {known}", None, f"{known}: measure others, which it has not seen")
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     if comparison.before_training:
         words += ", compared with before training"
-    if seen and change.nats < 0:
-        known = "it was trained on these texts"
-        return Criterion(f"{words}; but {known}", None, f"{known}: measure others, which it has not seen")
     if not change.clear:
         words += ", which may be chance" if _percent(change.ratio)[1:] != "0.0" else ", no clear difference"
     elif change.certain is False and change.nats < 0 and not comparison.before_training:

@@ -388,9 +388,9 @@ def test_the_plan_counts_what_is_processed(
     """
     model, counts = scaled_copy(work / "model", tmp_path, rope_type), counted_tokens(monkeypatch)
     config, bos, digests = config_of(work, model=str(model), methods=methods), -1, []
-    for times in (1, 2):
-        changed = json.loads((model / "config.json").read_text()) | {"bos_token_id": bos}
-        (model / "config.json").write_text(json.dumps(changed))
+    for times, name in ((1, "config.json"), (2, "generation_config.json"), (2, "config.json")):
+        changed = json.loads((model / name).read_text()) | {"bos_token_id": bos}
+        (model / name).write_text(json.dumps(changed))
         one = Measurement(config)
         assert one.passes == passes
         counts.clear()
@@ -400,7 +400,7 @@ def test_the_plan_counts_what_is_processed(
         control = next(cell for cell in cells if cell.row.crop)
         assert control.tokens == times * (32 + 16 * 32)
         digests.append(control.digest)
-    assert digests[0] != digests[1]
+    assert digests[0] != digests[1] == digests[2]
 
 
 def values(label: str, document: str, sums: float) -> dict[str, Any]:

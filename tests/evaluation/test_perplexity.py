@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import rope_extend as rx
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.loss_computer import LossComputer, RunOptions
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import CONTROL_BLOCKS, control_targets
 from rope_extend.evaluation.results import PerplexityResult
@@ -187,7 +187,7 @@ def test_every_target_of_the_control_sees_nearly_the_whole_window(
 @pytest.mark.parametrize("family", [None, "gemma3", "mllama", "fuyu", "generation"])
 @pytest.mark.parametrize("begins", [True, False])
 def test_windows_of_the_control_begin_with_bos_if_that_helps_the_model(
-    begins: bool, family: str | None
+    begins: bool, family: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that needs it, and one that takes it for a new text, both make the control too bad else.
 
@@ -215,6 +215,12 @@ def test_windows_of_the_control_begin_with_bos_if_that_helps_the_model(
         np.testing.assert_allclose(result.block_nll[0, 1:], ways[best], rtol=1e-4, atol=1e-5)
         assert result.forward_tokens == len(ways) * (32 + 4 * 32)
     assert len(chosen) == len(ways)  # each way was the better one once
+    if begins and family is None:  # a way that gives no number is not the lower one
+        for both in (([math.nan, 1], [3, 4]), ([3, 4], [math.nan, 1])):
+            found = iter(both)
+            monkeypatch.setattr(LossComputer, "document", lambda *_, it=found: [np.float32(next(it))])
+            control = measure(model, [Document("one", ids[:3])], [3], protocol="cropped", window=32)
+            assert control.ppl[3] == pytest.approx(math.exp(3.5))
 
 
 @pytest.mark.parametrize(("window", "lengths"), [(32, [32, 2048]), (50, [50, 700]), (64, [100, 1024])])

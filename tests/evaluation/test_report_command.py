@@ -166,16 +166,24 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     Path("by a script/settings.json").write_text(json.dumps({"data": [whole]}))
     for data in (whole, f"{whole}/a.txt", str(work), str(links), f"{whole}-of-others", "demo:evaluation"):
         trained = "others" not in data and "demo" not in data
-        for adapter in ("my run", "by a script"):
+        for adapter in ("my run", "my run/checkpoints/checkpoint-1", "by a script/checkpoint-50"):
             assert rx.was_trained_on(adapter, ("no/such", data)) == trained
     assert not rx.was_trained_on("elsewhere", whole)
-    Path("my run/recipe.yaml").write_text("{data: user/texts, split: test}")
-    for data, split in product(("user/texts", "user/others"), ("test", "train")):
-        assert rx.was_trained_on("my run", data, split) == ((data, split) == ("user/texts", "test"))
+    Path("my run/recipe.yaml").write_text("{data: user/texts, split: 'test[:10%]'}")
+    for data, split in product(("user/texts", ("user/texts:default",), "user/others"), ("test", "train")):
+        assert rx.was_trained_on("my run", data, split) == (data != "user/others" and split == "test")
+    for damaged in ("{data: true}", "{data: [null, 5]}", "{data: 2024-01-01, split: [1]}", "{", "[]"):
+        Path("my run/recipe.yaml").write_text(damaged)
+        assert not rx.was_trained_on("my run", whole)
     decision = decide(rows, (), {"run"})
     known = "It was trained on these texts: measure others, which it has not seen."
     assert decision.section.lead == f"Not decided on run. {known}"
     assert "but it was trained on these texts" in decision.verdicts[0].gain.words
+    # Then no training is advised, with a control or without, nor if the row is worse than it.
+    for some in (rows, [PLAIN, CONTROL, tuned], [PLAIN, CONTROL, judged("run", 1.2, 1.0, "my run")]):
+        decision = decide(some, (), {"run"})
+        assert known.partition(": ")[2] in decision.section.lead
+        assert len(_lead(config, Measured(some, []), decision, str)) == 1
 
 
 def interrupt_after(count: int) -> Any:

@@ -125,7 +125,7 @@ def test_few_documents_decide_only_what_is_clear(
 YES, NO, OPEN = (
     "2.46 instead of 2.72, -9.5 % (-9.5 to -9.5)",
     "3.00 instead of 2.72, +10.5 % (+10.5 to +10.5)",
-    "not measured (--retrieval-lengths)",
+    "not measured (report: --tasks, evaluate: --retrieval-lengths)",
 )
 COST, MORE_COST = "-9.5 % (-9.5 to -9.5)", "+10.5 % (+10.5 to +10.5)"
 OF_CONTROL = "compared with the trained control"
@@ -251,7 +251,7 @@ NEITHER = "No row meets all three criteria at 64."
 LOWEST = "yarn has the lowest perplexity"
 REST = " The same command with --resume measures the rest."
 COSTS = "Over 5 documents, the cost within the old window may be above 2 %."
-MORE = " Train adapter and control longer, if the loss still fell at the end"
+MORE = " Train longer, with a control, if the loss still fell at the end"
 ONE = "yarn does not meet all three criteria at 64 without training, so train."
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
@@ -280,7 +280,7 @@ ALONE = (
         # A row that was trained and failed comes first, and the advice is not to begin to train.
         ([PLAIN, noisy(1.01, 1.0), judged("run", 1.1, 1.0, "a", short=1.1)], [],
          "run fails: perplexity beyond 32, perplexity within 32. Not decided on noisy. Over 5 documents, no "
-         f"gain beyond the old window is seen: train adapter and control longer. {COSTS}"),
+         f"gain beyond the old window is seen: train longer, with a control. {COSTS}"),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
          f"{NONE} {LOWEST}, and fails: found at 64."),
@@ -288,8 +288,10 @@ ALONE = (
          "No extended row has a finite perplexity at 64: check the weights, and the dtype."),
         # While rows are missing.
         ([judged("yarn", NAN, 0.0)], ["ntk"],
-         f"Not decided yet: not wholly measured are ntk. {LOWEST}, and fails: perplexity beyond 32, found "
-         f"at 64, perplexity within 32.{REST}"),
+         f"Not decided yet: not wholly measured are ntk.{REST}"),
+        ([judged("yarn", 1.2, 1.0), judged("ntk", 1.1, 1.0)], ["ntk"],
+         f"Not decided yet: not wholly measured are ntk. {LOWEST}, of the rows that are wholly measured, and "
+         f"fails: perplexity beyond 32, perplexity within 32.{REST}"),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
          f"Not decided yet: not wholly measured are rerope; string. {LOWEST}, and fails: perplexity beyond "
          f"32, perplexity within 32.{REST}"),
