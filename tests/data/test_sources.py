@@ -133,7 +133,8 @@ def test_a_hub_dataset_is_asked_for_by_id_config_and_split(
         return table.to_iterable_dataset() if streaming else table
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    texts = list(read_texts("owner/books:long", "book", "test", streaming=streaming))
+    source = ["owner/books:long"] if streaming else "owner/books:long"  # alone, or as the one of a list
+    texts = list(read_texts(source, "book", "test", streaming=streaming))
     assert texts == [(f"owner/books:long#{row}", text) for row, text in enumerate(["abc", "", *"defgh"])]
     expected = {"path": "owner/books", "name": "long", "split": "test"}
     assert asked == expected | ({"streaming": True} if streaming else {})
