@@ -37,6 +37,9 @@ from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
 from rope_extend.units import format_length
 
+SAME_TRAINING = ("data", "learning_rate", "lora_rank", "lora_alpha", "lora_targets", "optim")
+"""Fields of a recipe that a fair control has too."""
+
 
 def evaluate(
     config: EvaluationConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
@@ -217,13 +220,16 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
             fell = ""
             if (part := len(losses) // 4) > 0:
                 before, after = (sum(some) / part for some in (losses[-2 * part : -part], losses[-part:]))
-                fell = f"; its loss was {before:.3f} in the third quarter of the steps, and {after:.3f} in "
-                fell += "the last, on other texts"
+                fell = f"; its loss was {before:.3f} in the third quarter of the steps, then {after:.3f}"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         control = _trained_control(row, rows)
         other = _trained(control)[0] if control and control != row.adapter else 0
         if tokens and other and abs(tokens / other - 1) > 0.02:
             notes.append(f"Its control was trained on {other:,}: only as many can be compared.")
+        own, its = (settings_of(each or "", "recipe.yaml") for each in (row.adapter, control))
+        different = [name for name in SAME_TRAINING if own and its and own.get(name) != its.get(name)]
+        if different:
+            notes.append(f"Its control was trained otherwise: {', '.join(different)}.")
     return [Section("Training", notes=notes)] if notes else []
 
 

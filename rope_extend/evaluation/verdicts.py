@@ -104,9 +104,9 @@ def decide(
     documents = counted(max(row.result.documents for row in rows if row.result), "document")
     notes = [
         f"In brackets: the 95 % interval over {documents}. ?: this does not show it, or was not measured.",
-        f"Beyond {window}: perplexity, compared with a cropped context on the same targets. ✓ if the 99.5 % "
-        "interval is wholly below 0: in simulations, at most 3 % of such claims were wrong. ✗ if the 95 % "
-        "interval is wholly above 0.",
+        f"Beyond {window}: perplexity, compared with a cropped context on the same targets; after training, "
+        "with that of the trained control, if there is one. ✓ if the 99.5 % interval is wholly below 0: in "
+        "simulations, at most 3 % of such claims were wrong. ✗ if the 95 % interval is wholly above 0.",
         f"Found at {target}: ✓ if at least {LEAST_FOUND:.0%} at every depth.",
         f"Within {window}: compared with plain RoPE, and with a trained control. ✓ if the 95 % interval is "
         f"wholly below {_ALLOWED}, ✗ if it is wholly above.",
@@ -151,8 +151,9 @@ def _sentence(
         those = "extended row" if finite else "row"
         return f"No {those} has a finite perplexity at {target}: check the weights, and the dtype.", False
     whole, more = [each for each in ranked if each.whole], ""
-    undecided, train = [each for each in whole if each.success is None], False
-    trained = [row.label for row in rows if _is_trained(row)]
+    trained = {row.label for row in rows if _is_trained(row)}
+    asked = [each for each in whole if each.label in trained] or whole  # others show nothing about training
+    undecided, train = [each for each in asked if each.success is None], False
     failed = {
         each.label: ", ".join(name for name, one in zip(criteria, each[1:4], strict=True) if one.met is False)
         for each in whole
@@ -173,9 +174,7 @@ def _sentence(
         if len(undecided) > 1:
             among = f", which has the lowest perplexity of {len(undecided)} undecided rows"
         reasons = (f"{reason[0].upper()}{reason[1:]}." for reason in open_)
-        others = [] if best.label in trained else trained
-        short = [f"{label} fails: {failed[label]}." for label in others if failed.get(label)]
-        return " ".join([*short, f"Not decided on {best.label}{among}.", *reasons]), train
+        return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:
         untrained = any(row.is_extended and not row.adapter for row in rows)
         first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
@@ -188,10 +187,11 @@ def _sentence(
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
         first, train = f"{those} all three criteria at {target} without training, so train.", True
     nearest = ""
-    if whole and whole[0].label in finite and (len(whole) > 1 or unfinished):
-        among = "" if whole[0] is ranked[0] else ", of the rows that are wholly measured"
-        nearest, fails = f" {whole[0].label} has the lowest perplexity{among}", failed[whole[0].label]
-        nearest += f", and fails: {fails}." if fails else "."
+    if asked and asked[0].label in finite and (len(whole) > 1 or unfinished):
+        among = "with training" if asked is not whole else "that are wholly measured"
+        among = "" if asked[0] is ranked[0] else f", of the rows {among}"
+        nearest = f" {asked[0].label} has the lowest perplexity{among}"
+        nearest += f", and fails: {fails}." if (fails := failed[asked[0].label]) else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
     return first + nearest + more, train
@@ -253,12 +253,14 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
     if (within := within_window(result, control)) is not None and within.ratio > MOST_COST:
         said += f"; within {window} it is {_change(within.ratio)}, and {_ALLOWED} is allowed"
     if useful:
-        return f"The longer context is of use, with little doubt: {said}."
+        return (
+            f"The longer context is of use, with little doubt: {said}. What it finds, only retrieval shows."
+        )
     if useful is False:
-        return f"The longer context is of no use: {said}."
+        return f"The longer context is of no use so far: {said}."
     if change.clear and not control.is_weak:
         return f"The longer context may be of use: {said}."
-    then = "Measure more documents, or train on more tokens, the control too."
+    then = "Measure more documents; more training, of the control too, may help."
     if change.nats > 0:
         return f"By the estimate, the longer context is of no use, which is not certain: {said}. {then}"
     return f"It is not certain that the longer context is of use: {said}. {then}"
@@ -409,6 +411,11 @@ def _cost(regression: Comparison | None, gain: Comparison) -> Criterion:
     if any(low > MOST_COST for low, _ in ends):
         return Criterion(words, False)
     if all(high is not None and ppl(high) <= MOST_COST for _, high in ends):
+        if gain.before_training and gain.second.adapter is not None:
+            words += ", compared with before training"
+            return Criterion(
+                words, None, "the cost within the old window shows beside a trained control only"
+            )
         return Criterion(words, True)
     documents = counted(change.documents, "document")
     return Criterion(words, None, f"over {documents}, the cost within the old window may be above {_ALLOWED}")

@@ -103,20 +103,19 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
 def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str, str]:
     """The row that gains most over its control, a clear gain before all others; and that in words, or none.
 
-    It is an extended row if there is any; without a clear gain, one that was trained. A gain over a control
-    that is too weak is no finding, nor one of training over a control without it.
+    It is an extended row if there is any, and of these one that was trained, as its control. A gain over a
+    control that is too weak is no finding, nor one of training over a control without it.
     """
 
     alone = {id(row) for row in rows if row.adapter and not controls[id(row)].adapter}
 
-    def rank(each: tuple[Any, Any]) -> tuple[bool, bool, float]:
+    def rank(each: tuple[Any, Any]) -> tuple[bool, float]:
         gain, row = each
         finite, weak = math.isfinite(gain.nats), controls[id(row)].result.is_weak or id(row) in alone
-        unclear = not (finite and gain.clear and gain.nats < 0) or weak
-        untrained = row.adapter is None or id(row) in alone
-        return unclear, unclear and untrained, gain.nats if finite else math.inf
+        return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
-    rows = [row for row in rows if row.is_extended] or rows
+    extended = [row for row in rows if row.is_extended] or rows
+    rows = [row for row in extended if row.adapter and id(row) not in alone] or extended
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
@@ -131,6 +130,8 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
         return row, "", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
+    if len(rows) < len(extended):
+        return row, f"{label}: no clearly lower perplexity {beyond}", subtitle
     return row, f"No row clearly has lower perplexity {beyond}", subtitle
 
 

@@ -53,7 +53,7 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     rows.append(row("some", None, 2.2, protocol="cropped", window=32, blocks=2, tokens=some))
     path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png")
     axes = drawn[0].axes
-    assert axes.get_title(loc="left") == "No row clearly has lower perplexity beyond 32"
+    assert axes.get_title(loc="left") == "YaRN + LoRA: no clearly lower perplexity\nbeyond 32"
     rows[-1] = replace(rows[-1], label="some (estimated)")
     assert lines(axes).keys() == {r.label for r in rows}
     for r in rows:
@@ -192,10 +192,12 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     axes = drawn.pop().axes
     assert any("thick line: far" in text.get_text() for text in axes.texts)
     assert axes.get_ylim()[1] > max(lines(axes)["far"].get_ydata()) > 1900
-    # Without a gain, it is the row that was trained.
+    # Beside rows without training, it is the row that was trained.
     tuned = replace(at("tuned", 0.2), adapter="b")
-    plots.plot_loss_by_position([control, trained, tuned, at("near", 0.1)], tmp_path / "j.png")
-    assert any("thick line: tuned" in text.get_text() for text in drawn.pop().axes.texts)
+    plots.plot_loss_by_position([control, trained, tuned, at("gain", -0.1)], tmp_path / "j.png")
+    axes = drawn.pop().axes
+    assert any("thick line: tuned" in text.get_text() for text in axes.texts)
+    assert axes.get_title(loc="left") == "tuned: no clearly lower perplexity beyond 32"
 
 
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:

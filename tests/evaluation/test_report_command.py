@@ -144,8 +144,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
             metrics.write(lines)
     _, notes = _lead(config, Measured(rows, []), decide(rows), str)
     assert notes.notes == [
-        "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, and 1.500 in "
-        "the last, on other texts.",
+        "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, then 1.500.",
         "Its control was trained on 576: only as many can be compared.",
     ]
     # Two processes train on twice as many tokens as the recipe says, and so does the control.
