@@ -25,6 +25,7 @@ from rotary_cases import (
     EncodingCase,
     divisors,
     plain,
+    scaling,
     stock,
 )  # fmt: skip
 from torch import Tensor
@@ -33,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 __all__ = [
     "ALL_FAMILIES", "ALTERNATIVES", "COMMON", "ENCODINGS", "FACTOR", "FAMILIES", "FLOAT32", "GEMMA3N",
     "KINDS", "LINEAR", "PARTIAL", "PLAIN", "REMAPS", "SECTIONS", "TARGET", "TRAINED", "YARN",
-    "AlternativeCase", "EncodingCase", "FamilyCase", "divisors", "plain", "stock",
+    "AlternativeCase", "EncodingCase", "FamilyCase", "divisors", "plain", "scaling", "stock",
 ]  # fmt: skip
 
 

@@ -26,20 +26,21 @@ Oracle = Callable[[RopeShape, int], tuple[list[float], float]]
 """`(shape, sequence length) -> (inverse frequencies, attention factor)`."""
 
 
+def scaling(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    """Stock transformers' `rope_parameters` of a tiny model, at FACTOR; `parameters` come on top."""
+    window = {"original_max_position_embeddings": TRAINED}
+    return {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": FACTOR, **window, **parameters}
+
+
 def stock(rope_type: str, **parameters: Any) -> Oracle:
     """Stock transformers' own function for a `rope_type`, at FACTOR."""
 
     def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+        own = {"rope_theta": shape.theta, "original_max_position_embeddings": shape.trained_length}
         config = LlamaConfig(
             head_dim=shape.dim,
             max_position_embeddings=shape.trained_length,
-            rope_parameters={
-                "rope_type": rope_type,
-                "rope_theta": shape.theta,
-                "factor": FACTOR,
-                "original_max_position_embeddings": shape.trained_length,
-                **parameters,
-            },
+            rope_parameters=scaling(rope_type, **{**own, **parameters}),
         )
         table, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
         return table.tolist(), factor

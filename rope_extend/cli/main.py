@@ -158,11 +158,6 @@ def summary(name: str) -> str:
     return (inspect.getdoc(COMMANDS[name]) or "").splitlines()[0]
 
 
-def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    run = COMMANDS[name]
-    run.__globals__.get(f"_{run.__name__}_arguments", add_json)(parser)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -208,9 +203,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def command_parser(name: str) -> Parser:
     """The parser of one command, with its arguments."""
-    description, style = inspect.getdoc(COMMANDS[name]), argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=f"rope-extend {name}", description=description, formatter_class=style)
-    _add_arguments(parser, name)
+    run, style = COMMANDS[name], argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"rope-extend {name}", description=inspect.getdoc(run), formatter_class=style)
+    run.__globals__.get(f"_{run.__name__}_arguments", add_json)(parser)
     if len(parser._actions) > MOST_IN_USAGE:  # all flags in one paragraph help nobody
         positional = [action for action in parser._actions if not action.option_strings]
         words = [(str(action.metavar or action.dest), action.nargs) for action in positional]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, logits, same, tokens
-from cases import FACTOR, KINDS, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import FACTOR, KINDS, LINEAR, TARGET, TRAINED, YARN, FamilyCase, llama, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -20,7 +20,6 @@ import rope_extend as rx
 from rope_extend.attention import masks
 from rope_extend.errors import PatchError
 
-YARN = {"name": "yarn", "factor": FACTOR}
 LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
 INSIDE: dict[str, dict[str, Any]] = {
     "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
@@ -31,7 +30,7 @@ INSIDE: dict[str, dict[str, Any]] = {
     "longrope-start": {"name": "longrope", "factor": FACTOR, **LISTS, "start_tokens": 4},
     "short_original(yarn)": {"name": "short_original", "inner": YARN},
     "logn(yarn)": {"name": "logn", "inner": YARN},
-    "xpos(linear)": {"name": "xpos", "inner": {"name": "linear", "factor": FACTOR}},
+    "xpos(linear)": {"name": "xpos", "inner": LINEAR},
     "xpos(dynamic_ntk)": {
         "name": "xpos",
         "inner": {"name": "dynamic_ntk", "factor": FACTOR},
@@ -146,9 +145,6 @@ def dropped(query: int, position: int) -> tuple[list[float], float]:
 
 def dropped_by_query(query: int, position: int) -> tuple[list[float], float]:
     return [0.0] * PAIRS, math.sqrt(1 + 0.103 * math.log(max(1.0, (query + 1) / TRAINED)))
-
-
-LINEAR = {"name": "linear", "factor": FACTOR}
 
 
 def unpatched(query: int, position: int) -> tuple[list[float], float]:

@@ -20,8 +20,6 @@ from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.flops import Rates
 from rope_extend.memory.plan import Budget
 
-SCALE = 0.3
-
 
 def dense_suffix(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of the last tokens, written out."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, in_parts, logits, same, tokens
-from cases import PLAIN, TARGET, FamilyCase, llama, tiny_model
+from cases import PLAIN, TARGET, YARN, FamilyCase, llama, tiny_model
 from family_cases import GEMMA3
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -18,17 +18,15 @@ from rope_extend.attention.kernel import StateLayer
 from rope_extend.errors import PatchError, UnsupportedModelError
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-YARN = {"name": "yarn", "factor": 8.0}
 
 
 def grouped(**changes: Any) -> PreTrainedModel:
     return llama(**GROUPED, **changes)
 
 
-@pytest.fixture(params=["none", "yarn"])
+@pytest.fixture(params=[{"name": "none"}, YARN], ids=["none", "yarn"])
 def encoding(request: pytest.FixtureRequest) -> Any:
-    inner = YARN if request.param == "yarn" else {"name": "none"}
-    return rx.encoding("linear_attention", inner=inner)
+    return rx.encoding("linear_attention", inner=request.param)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:

@@ -32,13 +32,12 @@ def states(
     return [torch.randn(2, *size, dtype=torch.float64, generator=make) for size in sizes]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all logits."""
+def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax over all logits, or over those of the keys that each query sees."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     logits = SCALE * torch.einsum("bhqd,bhkd->bhqk", query, key)
-    if causal:
-        seen = torch.arange(key.shape[2]) <= torch.arange(query.shape[2])[:, None]
+    if seen is not None:
         logits = torch.where(seen, logits, -math.inf)
     return torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), value), logits.logsumexp(-1)
 
@@ -77,7 +76,8 @@ def test_a_part_equals_dense_attention(layout: tuple[int, ...], causal: bool, dt
     rounded = [part.to(dtype) for part in exact]
     with EqualHeads():
         output, sums = partial_attention(*rounded, causal=causal, scale=SCALE)
-    expected, expected_sums = dense(*(part.double() for part in rounded), causal)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril() if causal else None
+    expected, expected_sums = dense(*(part.double() for part in rounded), seen)
     assert (output.dtype, sums.dtype) == (dtype, dtype)
     assert_near(output, expected, dtype, keys * width)
     assert_near(sums, expected_sums, dtype, keys * width)
@@ -98,7 +98,7 @@ def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: torch.d
         assert (output == 0).all()
         assert (sums == -math.inf).all()
         return
-    expected, expected_sums = dense(*(part.double() for part in (query, key, value)), False)
+    expected, expected_sums = dense(*(part.double() for part in (query, key, value)))
     assert_near(output, expected, dtype, sum(sizes) * 16)
     assert_near(sums, expected_sums, dtype, sum(sizes) * 16)  # kernels approximate exp in bfloat16
 
@@ -124,13 +124,9 @@ def test_gradients_through_the_merge_equal_those_of_dense_attention(
     (0.7 * sums.sum()).backward()
 
     dense_leaves = [part.detach().double().requires_grad_() for part in leaves]
-    query, key, value = dense_leaves
-    key, value = (part.repeat_interleave(heads[0] // heads[1], dim=1) for part in (key, value))
-    logits = SCALE * query @ key.mT
-    seen = torch.ones(9, total, dtype=torch.bool)
-    seen[:, :9] = torch.ones(9, 9, dtype=torch.bool).tril()
-    logits = logits.masked_fill(~seen, -math.inf)
-    ((logits.softmax(-1) @ value * wished).sum() + 0.7 * logits.logsumexp(-1).sum()).backward()
+    seen = torch.ones(9, total, dtype=torch.bool).tril() | (torch.arange(total) >= 9)
+    output, sums = dense(*dense_leaves, seen)
+    ((output * wished).sum() + 0.7 * sums.sum()).backward()
     for leaf, expected in zip(leaves, dense_leaves, strict=True):
         assert leaf.grad is not None and expected.grad is not None  # noqa: PT018
         assert_near(leaf.grad, expected.grad, dtype, total * 16)
@@ -142,7 +138,7 @@ def test_gradients_in_bfloat16_lose_no_more_than_its_own_rounding() -> None:
     _, sums = partial_attention(*leaves, causal=True, scale=SCALE)
     (1000 * sums).sum().backward()
     exact = [part.detach().double().requires_grad_() for part in leaves]
-    (1000 * dense(*exact, True)[1]).sum().backward()
+    (1000 * dense(*exact, torch.ones(12, 12, dtype=torch.bool).tril())[1]).sum().backward()
     for leaf, expected in zip(leaves[:2], exact[:2], strict=True):
         assert leaf.grad is not None and expected.grad is not None  # noqa: PT018
         assert_near(leaf.grad / 1000, expected.grad / 1000, torch.bfloat16, 12)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from batches import LENGTH, tokens
 from cases import FACTOR, TARGET, llama
 from test_attention_on_a_gpu import INSIDE, cached_logits
+from tolerances import assert_same_but_rounding
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,15 +26,7 @@ from rope_extend.loss import next_token_loss
 from rope_extend.models.processes import PATIENCE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FLOAT32 = 16 * 4 * torch.finfo(torch.float32).eps * 400**0.5
-"""Of two float32 logits, added up in other orders: 400 roundings, which the model magnifies 16 times."""
-
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    gap = (found.cpu() - expected.cpu()).abs().max() / expected.abs().max().cpu()
-    assert gap <= FLOAT32
 
 
 @pytest.mark.parametrize("name", INSIDE)
@@ -42,7 +35,8 @@ def test_every_kind_of_encoding_with_a_cache(name: str, device: str) -> None:
     with rx.extend(model, TARGET, name):
         expected = model(ids, use_cache=False).logits.detach()
     with rx.extend(model.to(device), TARGET, name):
-        close(torch.cat(cached_logits(model, ids.to(device)), dim=1), expected)
+        found = torch.cat(cached_logits(model, ids.to(device)), dim=1)
+    assert_same_but_rounding(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # float32 goes through a temporary tensor
@@ -87,7 +81,7 @@ def test_gradients_under_distributed_data_parallel(device: str) -> None:
             next_token_loss(model, ids).backward()
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     for ours, theirs in zip(*found, strict=True):
-        close(ours, theirs)
+        assert_same_but_rounding(ours.cpu(), theirs.cpu())
 
 
 @pytest.mark.slow

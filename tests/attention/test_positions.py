@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,20 +38,10 @@ def test_threads_do_not_see_each_other(name: str) -> None:
     texts = [tokens(1, length, seed=length) for length in (70, 80, 75, 60)]
     with rx.extend(model, TARGET, name):
         expected = [logits(model, text) for text in texts]
-        found: dict[int, Tensor] = {}
-        errors: list[BaseException] = []
 
-        def run(number: int) -> None:
-            try:
-                for _ in range(20):
-                    found[number] = logits(model, texts[number])
-                    same(found[number], expected[number])
-            except BaseException as error:
-                errors.append(error)
+        def run(text: Tensor, alone: Tensor) -> None:
+            for _ in range(20):
+                same(logits(model, text), alone)
 
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(texts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors
+        with ThreadPoolExecutor(len(texts)) as threads:
+            list(threads.map(run, texts, expected))  # raises what a thread has raised

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, in_parts, logits, tokens
-from cases import ALL_FAMILIES, PLAIN, FamilyCase, llama, tiny_config, tiny_model
+from cases import PLAIN, FamilyCase, family, llama, tiny_config, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -159,8 +159,7 @@ def test_layers_that_see_every_token_are_refused(family: str, config: dict[str, 
 
 
 def test_layers_with_keys_of_images_are_refused() -> None:
-    case = next(case for case in ALL_FAMILIES if case.model_type == "mllama")
-    model = MllamaForCausalLM(tiny_config(case).text_config).eval()
+    model = MllamaForCausalLM(tiny_config(family("mllama")).text_config).eval()
     rx.patch_model(model, rx.encoding("sinks", sinks=3, window=7), target_length=64)
     with pytest.raises(UnsupportedModelError, match=r"keys of images \(layers 1 of 2\)"):
         rx.sink_cache(model)

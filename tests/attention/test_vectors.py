@@ -38,8 +38,7 @@ def test_logits_equal_stock_llama_on_the_sum(case: Any, first: int) -> None:
     embeddings += case.vectors({n: v.double() for n, v in learned.items()}, 32, positions.tolist())
     with torch.no_grad():
         zeros = torch.zeros(1, LENGTH, dtype=torch.long)
-        mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
-        mask.masked_fill_(torch.ones_like(mask).bool().triu(1), -torch.inf)
+        mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)
         stock = model.double()(
             inputs_embeds=embeddings, position_ids=zeros, attention_mask=mask[None, None], use_cache=False
         ).logits

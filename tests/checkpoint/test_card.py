@@ -13,7 +13,7 @@ import torch
 import yaml
 from cases import TARGET, TRAINED, llama
 from covering import few
-from integrity import logits, with_lora
+from integrity import each, logits, with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -193,16 +193,8 @@ def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
         assert str(work) not in (tmp_path / directory / CARD_NAME).read_text()
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    """An adapter whose base model has an absolute path."""
-    llama().save_pretrained(tmp_path / "clients" / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "clients" / "base")
-    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET)
-    return rx.save(with_lora(model), tmp_path / "run")
-
-
-def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:
+@each("adapter")
+def test_a_card_has_no_absolute_paths(directory: Path, checkpoints: Path, tmp_path: Path) -> None:
     """People publish the card: it names the last part of a local path, and says that it is one."""
     for data in (
         str(tmp_path / "secret" / "corpus"),
@@ -211,11 +203,11 @@ def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:
         "../secret/corpus",
     ):
         full = {"lora_targets": "none", "lora_rank": 16, "mixed_windows": True, "short_share": 0.5}
-        (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": data, **full}))
-        text = model_card(adapter)
+        (directory / "recipe.yaml").write_text(yaml.safe_dump({"data": data, **full}))
+        text = model_card(directory)
         assert "| training | mixed_windows True, short_share 0.5 |" in text
         assert "secret" not in text
-        assert "clients" not in text
+        assert checkpoints.name not in text
         assert str(tmp_path) not in text
         assert "| data | `corpus` (a local path)" in text
         assert ("`owner/name`" in text) == isinstance(data, list)
@@ -228,6 +220,7 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
 """69 billion items, in a file of 600 bytes."""
 
 
+@each("adapter")
 @pytest.mark.parametrize(
     "recipe",
     few([
@@ -235,16 +228,17 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
         "a: " + "[" * 20_000, f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
     ], 3),
 )  # fmt: skip
-def test_a_recipe_of_another_form_is_left_out_of_the_card(adapter: Path, recipe: str) -> None:
-    (adapter / "recipe.yaml").write_text(recipe)
-    text = model_card(adapter)
+def test_a_recipe_of_another_form_is_left_out_of_the_card(directory: Path, recipe: str) -> None:
+    (directory / "recipe.yaml").write_text(recipe)
+    text = model_card(directory)
     assert "| data | not recorded |" in text
     assert len(text) < 10_000
 
 
+@each("adapter")
 def test_an_unforeseen_error_in_a_card_does_not_end_the_work(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(card_module, "model_card", lambda *_, **__: {}["missing"])
-    add_card(adapter)
+    add_card(directory)
     assert "no model card: KeyError('missing')" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, tiny_model
+from cases import ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, family, tiny_model
 from integrity import logits
 from peft import PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
@@ -24,11 +24,7 @@ from rope_extend.models.decoders import unwrap
 from rope_extend.models.rotary_tables import shape_of
 from rope_extend.training.lora import lora_config
 
-SIX = [
-    case
-    for case in FAMILIES
-    if case.model_type in ("llama", "qwen3", "gpt_neox", "gemma3_text", "glm", "phi3")
-]
+SIX = [family(name) for name in ("gemma3_text", "glm", "gpt_neox", "llama", "phi3", "qwen3")]
 """With a table for each kind of layer, neighbouring pairs, some of the channels, plain, a config class that
 refuses most `rope_type`s, and normalised queries and keys."""
 FIRST = {case.name: case for case in reversed(ENCODINGS)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FAMILIES, llama, tiny_model
+from cases import llama, tiny_model
 from integrity import each, extended, logits, refused, unsealed, weights_of, with_lora
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -63,8 +63,7 @@ def test_a_weight_of_an_adapter_that_nothing_takes_is_refused(directory: Path, n
 
 def test_an_adapter_whose_weights_are_renamed_on_loading_is_taken(tmp_path: Path) -> None:
     """peft follows transformers' renaming: Gemma 3 had another order of modules in transformers 4."""
-    base = tiny_model(next(family for family in FAMILIES if family.model_type == "gemma3"))
-    base.save_pretrained(tmp_path / "base")
+    tiny_model("gemma3").save_pretrained(tmp_path / "base")
     adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
     directory = rx.save(adapted, tmp_path / "adapter")
     old, path = "base_model.model.language_model.model.", weights_of(directory)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
 from integrity import contents, logits, with_lora
+from rotary_cases import scaling
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -159,10 +160,7 @@ def stock_rotary(directory: Path, family: FamilyCase, form: dict[str, Any], **ch
 def test_a_form_is_completed_for_its_family(tmp_path: Path) -> None:
     """Phi-3.5-MoE has factors on cos and sin of its own, for short and for long texts."""
     divisors = [FACTOR] * (SHAPE.dim // 2)
-    form = {
-        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": TRAINED,
-        "short_factor": divisors, "long_factor": divisors, "factor": FACTOR, "attention_factor": 1.25,
-    }  # fmt: skip
+    form = scaling("longrope", short_factor=divisors, long_factor=divisors, attention_factor=1.25)
     rotary = stock_rotary(tmp_path, FAMILY["phimoe"], form)
     for length in (TRAINED, TARGET):
         cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])

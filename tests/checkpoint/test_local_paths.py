@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from cases import TARGET, llama
-from integrity import logits, with_lora
+from integrity import logits, rewritten, with_lora
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
@@ -95,8 +95,7 @@ def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
     # Both may be edited, and both loaders then follow them.
     monkeypatch.chdir(clients)
     write_record(adapter, replace(read_record(adapter), base_model="base"))
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "base"}))
+    rewritten(adapter / "adapter_config.json", lambda data: {**data, "base_model_name_or_path": "base"})
     assert named(adapter) == {}
     expected_logits = logits(with_lora(loaded("base")))
     assert torch.equal(logits(rx.load(adapter)), expected_logits)

@@ -22,20 +22,12 @@ from rope_extend.checkpoint.record import read_record, write_record
 
 
 def adapted(
-    base: PreTrainedModel,
-    where: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    encoding: Any = None,
-    **lora: Any,
+    base: PreTrainedModel, where: Path, *, dtype: torch.dtype = torch.float32, **lora: Any
 ) -> PeftModel:
     """Save a base model to `base/` and a float32 adapter of it to `adapter/`; returns the live model."""
     base.to(dtype).save_pretrained(where / "base")
     model = AutoModelForCausalLM.from_pretrained(where / "base", dtype=torch.float32)
-    if encoding is None:
-        rx.extend(model, TARGET)
-    else:
-        rx.patch_model(model, encoding, target_length=TARGET)
+    rx.extend(model, TARGET)
     torch.manual_seed(1)
     lora.setdefault("target_modules", ["q_proj", "down_proj"])
     config = LoraConfig(task_type="CAUSAL_LM", **{"r": 2, "init_lora_weights": False, **lora})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, llama
-from integrity import contents, with_lora
+from integrity import contents, rewritten, with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -30,10 +30,7 @@ def saved(directory: Path, method: str = "yarn", model: Any = None, **parameters
 
 def edited(directory: Path, **changes: Any) -> None:
     """Change `rope_parameters` in a config by hand."""
-    path = directory / "config.json"
-    data = json.loads(path.read_text())
-    data["rope_parameters"].update(changes)
-    path.write_text(json.dumps(data))
+    rewritten(directory / "config.json", lambda data: data["rope_parameters"].update(changes))
 
 
 @pytest.fixture
@@ -91,8 +88,7 @@ def test_another_process_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["logn", "dynamic_yarn", "xpos"])
 def test_so_is_what_stock_transformers_reads_on_the_old_window(tmp_path: Path, method: str) -> None:
     directory = saved(tmp_path / "full", method)
-    config = directory / "config.json"
-    config.write_text(json.dumps(plain_config(json.loads(config.read_text()))))
+    rewritten(directory / "config.json", plain_config)
     found = rx.verify(directory)
     assert found.verdict == "needs rope_extend"
     assert "a logit is off by" in found.reason
@@ -135,8 +131,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_loaded_differs(tmp_path: Path) -> None:
     directory = saved(tmp_path / "full", factor=8.0)
     original = rx.load(directory)
-    config = json.loads((directory / "config.json").read_text())  # of an encoding that stock reads
-    (directory / "config.json").write_text(json.dumps(guarded_config(config)))
+    rewritten(directory / "config.json", guarded_config)  # of an encoding that stock reads
     found = rx.verify(directory, reference=original)
     assert found.verdict == "differs"
     assert "cannot be loaded" in found.reason

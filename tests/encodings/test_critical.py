@@ -6,11 +6,9 @@ import math
 
 import pytest
 import torch
-from cases import FLOAT32
+from cases import FLOAT32, stock
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend.encodings import NTK, YaRN, critical_range
@@ -87,11 +85,10 @@ def test_yarn_with_a_critical_pair_divides_from_there_on(
 @pytest.mark.parametrize("truncate", [True, False])
 def test_stock_yarn_computes_the_same_table(truncate: bool) -> None:
     encoding = YaRN(16.0, critical=30, truncate=truncate)
-    config = LlamaConfig(
-        head_dim=128, max_position_embeddings=131_072, rope_parameters=encoding.rope_parameters(LLAMA3)
+    table, factor = stock(**encoding.rope_parameters(LLAMA3))(LLAMA3, 131_072)
+    torch.testing.assert_close(
+        torch.tensor(table, dtype=torch.float64), encoding.inv_freq(LLAMA3), rtol=FLOAT32, atol=0
     )
-    table, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    torch.testing.assert_close(table.double(), encoding.inv_freq(LLAMA3), rtol=FLOAT32, atol=0)
     assert factor == pytest.approx(encoding.attention_factor(LLAMA3))
     read = YaRN.from_rope_parameters(encoding.rope_parameters(LLAMA3))
     assert read is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, llama
-from peft import LoraConfig, get_peft_model
+from integrity import logits, with_lora
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -72,8 +72,7 @@ def test_functions_write_and_read_there(home: Path) -> None:
     llama().save_pretrained(home / "base")
     model: Any = AutoModelForCausalLM.from_pretrained(home / "base")
     rx.extend(model, TARGET, "yarn")
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = get_peft_model(model, lora).eval()
+    wrapped = with_lora(model)
     assert rx.save(wrapped, "~/run") == home / "run"
     assert rx.merge("~/run", "~/merged", base_model="~/base") == home / "merged"
     assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
@@ -82,10 +81,7 @@ def test_functions_write_and_read_there(home: Path) -> None:
     assert list(source_files("~/*.txt")) == [home / "a.txt"]
     (home / "x" / ENCODING_FILE).write_text("{}")
     assert encoding_file("~/x") == home / "x" / ENCODING_FILE
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        expected = wrapped(ids).logits
-        assert torch.equal(rx.load("~/run", base_model="~/base")(ids).logits, expected)
+    assert torch.equal(logits(rx.load("~/run", base_model="~/base")), logits(wrapped))
     assert rx.info("~/run").encoding == rx.info("~/merged").encoding
     made = {"base", "run", "merged", "exported"}
     assert {path.name for path in home.iterdir()} == {*made, "x", "a.txt"}

@@ -6,14 +6,13 @@ import math
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from batches import tokens
 from cases import FAMILIES, TARGET, FamilyCase, tiny_config, tiny_model
-from rotary_cases import TRAINED
+from rotary_cases import TRAINED, scaling
 from tolerances import assert_same_but_rounding
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import model_type_to_module_name
@@ -95,14 +94,6 @@ def test_a_native_form_that_stock_misreads_is_not_written(tmp_path: Path) -> Non
         assert rotary_part(model.config)[1]["rope_type"] == "yarn"
 
 
-def yarn_of(factor: float, **mscales: float) -> dict[str, Any]:
-    """Stock YaRN of DeepSeek's kind over the trained window."""
-    return {
-        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": factor, **mscales,
-        "original_max_position_embeddings": TRAINED,
-    }  # fmt: skip
-
-
 OWN, OTHER = {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.5}
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 _LATENT = """
@@ -125,7 +116,7 @@ def test_the_softmax_scale_is_that_of_the_stock_model_with_the_same_scaling(
     """`mscale_all_dim` also scales the logits of channels that do not rotate. YaRN keeps the model's own."""
     case, ids = case_of(model_type), tokens(1, 80)
     for own in ({}, OWN):
-        before = yarn_of(4.0, **own) if own else PLAIN
+        before = scaling("yarn", factor=4.0, **own) if own else PLAIN
         config = {"rope_parameters": before, "max_position_embeddings": 128 if own else TRAINED}
         model = tiny_model(FamilyCase(model_type, {**case.config, **config}))
         with torch.no_grad():
@@ -133,8 +124,8 @@ def test_the_softmax_scale_is_that_of_the_stock_model_with_the_same_scaling(
         for ours, expected in (
             (rx.encoding("none"), PLAIN),
             (rx.encoding("linear", factor=8.0), {**PLAIN, "rope_type": "linear", "factor": 8.0}),
-            (rx.encoding("yarn", factor=8.0), yarn_of(8.0, **own)),
-            (rx.encoding("yarn", factor=8.0, **OTHER), yarn_of(8.0, **OTHER)),
+            (rx.encoding("yarn", factor=8.0), scaling("yarn", **own)),
+            (rx.encoding("yarn", factor=8.0, **OTHER), scaling("yarn", **OTHER)),
             (rx.encoding("yarn", factor=8.0, ramp="turns", **OTHER), None),  # saved as longrope
         ):
             with rx.patch_model(model, ours, target_length=TARGET) as patch, torch.no_grad():
@@ -154,7 +145,8 @@ def test_the_softmax_scale_is_that_of_the_stock_model_with_the_same_scaling(
 
 def test_scaling_of_the_softmax_is_kept_when_it_is_extended_again() -> None:
     """The logits of channels that do not rotate are multiplied by both factors, as in DeepSeek's own YaRN."""
-    config = {"rope_parameters": yarn_of(4.0, mscale=1.0, mscale_all_dim=1.0), "max_position_embeddings": 128}
+    scaled = scaling("yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0)
+    config = {"rope_parameters": scaled, "max_position_embeddings": 128}
     model = tiny_model(FamilyCase("deepseek_v3", {**case_of("deepseek_v3").config, **config}))
     attention = model.base_model.layers[0].self_attn
     now = attention.qk_head_dim**-0.5 * (0.1 * math.log(4) + 1) ** 2

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FamilyCase, llama, tiny_model
+from cases import FamilyCase, llama, stock, tiny_model
 from gguf_writer import converted, without_weights, writes
 from test_gguf_models import loaded
 from test_gguf_tokenizer import byte_level
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
@@ -23,17 +22,10 @@ from rope_extend.models.loading import pretrained
 
 def llama3_divisors(dim: int, base: float, factor: float, window: int) -> list[float]:
     """As llama.cpp's converter computes them: plain frequencies by those of transformers, in float32."""
-    config = LlamaConfig(
-        head_dim=dim,
-        max_position_embeddings=round(factor * window),
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": window,
-        },
-    )  # fmt: skip
-    table, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    scaled = stock("llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+    table, _ = scaled(rx.RopeShape(dim, base, window), window)
     plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return (plain / table).tolist()
+    return (plain / torch.tensor(table)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import TARGET, TRAINED, FamilyCase, llama, scaling, tiny_model
 from test_families import case_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,9 +16,7 @@ import rope_extend as rx
 
 HUGE = 10**400
 """A whole number in JSON that no float holds."""
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": TRAINED,
-}  # fmt: skip
+YARN = scaling("yarn")
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {**YARN, "rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 8.0}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRAINED, llama
-from peft import LoraConfig, get_peft_model
+from cases import TRAINED, llama, scaling
+from integrity import with_lora
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -32,13 +32,7 @@ LONG, SHORT = [1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 4.5, 4.6], [1.0, 1.0, 1.1, 1.1, 1.2
 
 def stock(rope_type: str, window: int = NOW, **parameters: Any) -> PreTrainedModel:
     """A model that stock transformers makes with scaling in its config."""
-    return llama(
-        max_position_embeddings=window,
-        rope_parameters={
-            "rope_type": rope_type, "rope_theta": THETA, "original_max_position_embeddings": TRAINED,
-            "factor": 4.0, **parameters,
-        },
-    )  # fmt: skip
+    return llama(max_position_embeddings=window, rope_parameters=scaling(rope_type, factor=4.0, **parameters))
 
 
 def plain() -> list[float]:
@@ -136,9 +130,8 @@ def test_divisors_are_multiplied(method: str, parameters: dict[str, Any], diviso
 def test_a_live_patch_and_an_adapter_are_the_start() -> None:
     """Exact: the present table is ours, in float64."""
     model = llama()
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
     rx.extend(model, NOW, "yarn")
-    adapted = get_peft_model(model, adapter)
+    adapted = with_lora(model)
     table, factor = yarn_now()
     patch = rx.extend(adapted, TARGET, "linear", start="current")
     assert patch.rotary.inv_freq(patch.shape).tolist() == pytest.approx([t / 4 for t in table], rel=1e-14)

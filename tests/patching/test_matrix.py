@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, logits, tokens
+from batches import LENGTH, batch, logits, tokens
 from cases import (
     ALL_FAMILIES,
     ALTERNATIVES,
@@ -234,13 +234,11 @@ def test_rotation_inside_attention_is_that_of_the_rotary_module(model: PreTraine
 
 def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of three rows, padded on the left and each alone."""
-    rows = [tokens(1, LENGTH), tokens(1, LENGTH - 17), tokens(1, 21)]
-    batch, mask = torch.zeros(3, LENGTH, dtype=torch.long), torch.zeros(3, LENGTH, dtype=torch.long)
-    for index, row in enumerate(rows):
-        batch[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row, 1
-    together = logits(model, batch, attention_mask=mask)  # positions are counted from the mask
-    for index, row in enumerate(rows):
-        yield together[index, -row.shape[1] :], logits(model, row)[0]
+    data = batch()
+    ids, mask = data["input_ids"], data["attention_mask"]
+    together = logits(model, ids, attention_mask=mask)  # positions are counted from the mask
+    for row, there, found in zip(ids, mask.bool(), together, strict=True):
+        yield found[there], logits(model, row[None, there])[0]
 
 
 @in_families([*ENCODINGS, *ALTERNATIVES], 0, ("length-dependent", "remap", "bias"))
@@ -263,7 +261,7 @@ def test_caches_and_padding_change_nothing(
 LIMITS = [(case, limit) for case in FAMILIES for limit in case.limits]
 
 
-@pytest.mark.parametrize(("limited", "limit"), LIMITS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("limited", "limit"), LIMITS, ids=str)
 def test_limits_are_those_of_the_unpatched_model(limited: FamilyCase, limit: str) -> None:
     model = tiny_model(limited)
     pairs = padded_and_alone(model) if limit == "padding" else [cached_and_whole(limited, model, 40, 4)]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from alternative_cases import ALTERNATIVES
-from cases import ALL_FAMILIES, ENCODINGS, FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from cases import ENCODINGS, FACTOR, TARGET, TRAINED, FamilyCase, family, llama, scaling, tiny_model
+from integrity import with_lora
 from tolerances import assert_same_but_rounding, logit_tolerance
 from torch import Tensor, nn
 from transformers import (
@@ -114,9 +114,7 @@ def test_the_window_in_memory_is_extended_and_files_have_that_of_stock(case: Any
 @pytest.mark.parametrize("extended", ["decoder", "whole"])
 def test_files_of_a_model_and_of_its_text_part_have_that_of_stock(extended: str, tmp_path: Path) -> None:
     """Whichever of the two is extended, and whichever is saved."""
-    model: Any = next(tiny_model(case) for case in ALL_FAMILIES if case.model_type == "gemma3")
-    if extended == "decoder":
-        model = llama().model
+    model: Any = llama().model if extended == "decoder" else tiny_model("gemma3")
     with rx.extend(model, TARGET, "dynamic_ntk"):
         whole = LlavaConfig(text_config=model.config) if extended == "decoder" else model.config
         for name, config in (("whole", whole), ("part", whole.text_config)):
@@ -185,13 +183,13 @@ def test_the_original_window_of_a_config_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("cohere2", "sliding_window"), ("llama4_text", "attention_chunk_size")]
+    ("model_type", "size"), [("cohere2", "sliding_window"), ("llama4_text", "attention_chunk_size")]
 )
 def test_a_model_that_rotates_within_windows_only_is_warned_about(
-    family: str, size: str, caplog: pytest.LogCaptureFixture
+    model_type: str, size: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If their windows are within the trained one, a change of the tables does not extend the context."""
-    case = next(case for case in ALL_FAMILIES if case.model_type == family)
+    case = family(model_type)
     for window, warned in ((TRAINED, True), (TARGET, False)):
         model = tiny_model(replace(case, config={**case.config, size: window}))
         caplog.clear()
@@ -200,19 +198,11 @@ def test_a_model_that_rotates_within_windows_only_is_warned_about(
         assert found == warned
 
 
-def lora(model: PreTrainedModel) -> PeftModel:
-    torch.manual_seed(1)
-    wrapped = get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
-    return wrapped.eval()
-
-
 def test_peft_before_and_after_are_the_same() -> None:
     first = llama()
     patch_first = rx.extend(first, TARGET)
-    patched_then_lora = logits(lora(first))
-    second = lora(llama())
+    patched_then_lora = logits(with_lora(first))
+    second = with_lora(llama())
     plain = logits(second)
     patch_second = rx.extend(second, TARGET)
     assert torch.equal(logits(second), patched_then_lora)
@@ -232,23 +222,11 @@ def test_a_compiled_model_is_patched_inside() -> None:
 
 
 ALREADY_SCALED = {
-    "llama3": {
-        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
-    },
-    "yarn": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED,
-        "rope_theta": 10_000.0,
-    },
-    "dynamic": {
-        "rope_type": "dynamic", "factor": FACTOR, "original_max_position_embeddings": TRAINED,
-        "rope_theta": 10_000.0,
-    },
-    "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
-    },
-}  # fmt: skip
+    "llama3": scaling("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": scaling("yarn", factor=4.0),
+    "dynamic": scaling("dynamic"),
+    "longrope": scaling("longrope", factor=4.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8),
+}
 
 
 def test_what_is_replaced_is_said_once_for_each_method(
@@ -322,8 +300,7 @@ def test_a_second_extension_says_that_the_model_is_extended() -> None:
 
 
 def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
-    parameters = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED}
-    model = llama(rope_parameters={**parameters, "rope_theta": 10_000.0}, max_position_embeddings=TARGET)
+    model = llama(rope_parameters=scaling("yarn"), max_position_embeddings=TARGET)
     config = snapshot(model)
     with pytest.raises(rx.PatchError, match="leaves the rotary tables as they were"):
         rx.extend(model, TARGET, "yarn")

@@ -20,7 +20,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, init_empty_weights
 from accelerate.hooks import remove_hook_from_submodules
 from batches import tokens
-from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_config, tiny_model
+from cases import TARGET, FamilyCase, llama, scaling, tiny_config, tiny_model
 from covering import few
 from safetensors import safe_open
 from torch import Tensor
@@ -40,12 +40,6 @@ FAMILIES = [
     FamilyCase("mistral", {**PAD, "sliding_window": 24}),
     FamilyCase("qwen2", PAD),
 ]
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": FACTOR,
-    "original_max_position_embeddings": TRAINED,
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Setup:
     def stock_case(self) -> FamilyCase:
         if self.method == "none":
             return self.family
-        scaled = {"rope_parameters": dict(YARN), "max_position_embeddings": TARGET}
+        scaled = {"rope_parameters": scaling("yarn"), "max_position_embeddings": TARGET}
         return FamilyCase(self.family.model_type, {**self.family.config, **scaled})
 
     def stock(self) -> PreTrainedModel:
