@@ -28,13 +28,14 @@ def report_parts(rows: Sequence[EvaluationRow]) -> list[Part]:
         Picture("Loss by position", partial(curves.plot_loss_by_position, scored), "loss_by_position.png"),
     ]
     parts: list[Part] = [*(pictures if scored else [])]
-    for task in tasks:
+    solving = {task: [row for row in rows if row.retrieval.solves(task)] for task in tasks}  # else all is 0
+    for task in filter(solving.get, tasks):
         draw = partial(retrieval_maps.plot_accuracy, rows, task)
         if len({n for row in rows for n in row.retrieval.lengths(task)}) > 1:  # a line has two points
             parts.append(Picture(f"Retrieval by length: {task}", draw, f"accuracy_{task}.png"))
     parts += table_parts(rows)
     for task in tasks:
-        for row in rows:
+        for row in solving[task]:
             if row.retrieval.depths(task):
                 draw = partial(retrieval_maps.plot_heat_map, row, task)
                 parts.append(Picture(f"{task}, {row.label}: trials solved by depth and length", draw))

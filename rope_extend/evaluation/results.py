@@ -338,6 +338,10 @@ class RetrievalResult(_FromPlain):
         """Depths at which a task was measured, ascending; empty if it has none."""
         return sorted({cell.depth for cell in self.cells if cell.task == task and cell.depth is not None})
 
+    def solves(self, task: str) -> bool:
+        """Whether any prompt of a task was solved, also in part."""
+        return any(any(cell.scores) for cell in self.cells if cell.task == task)
+
     def rate(self, task: str, length: int, depth: float | None = None) -> Rate | None:
         """Mean score at a length, over all depths or at one; None if nothing was measured."""
         scores = [

@@ -95,6 +95,9 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     rows += [replace(one, retrieval=found), alone]
     paths = write_report(rows, tmp_path / "new" / "report")
     assert {path.name for path in paths} == {*BASIC, "accuracy_passkey.png"}
+    none = RetrievalResult(tuple(replace(cell, scores=(0.0, 0.0)) for cell in found.cells))
+    without = write_report([replace(one, retrieval=none)], tmp_path / "none")  # no picture of nothing
+    assert "accuracy_passkey.png" not in {path.name for path in without}
     assert all(path.stat().st_size > 100 for path in paths)
     for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
         assert [r.to_dict() for r in again] == [r.to_dict() for r in rows]
