@@ -97,8 +97,9 @@ def main(args: argparse.Namespace) -> None:
     if len(rows) < 2:
         print(f"No length exceeds the window of {window}.")
         return
-    same_training = bool(args.control_adapter or args.method) or Path(base) == Path(args.model).expanduser()
-    if not same_training:
+    untrained = args.method or Path(base) == Path(args.model).expanduser()
+    same_training = True if args.control_adapter else None if untrained else False
+    if same_training is False:
         print("The control is the model before training. For one that is trained, give --control-adapter.")
     if seen:
         print("Not decided: the model was trained on some of these texts. Measure others.")

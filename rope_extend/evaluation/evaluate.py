@@ -37,7 +37,7 @@ from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
 from rope_extend.units import format_length
 
-SAME_TRAINING = ("data", "learning_rate", "lora_rank", "lora_alpha", "lora_targets", "optim")
+SAME_TRAINING = ("learning_rate", "lora_rank", "lora_alpha", "lora_targets", "optim")
 """Fields of a recipe that a fair control has too."""
 
 
@@ -137,7 +137,8 @@ def measure(
             for row in measured.rows
             if row.adapter and was_trained_on(row.adapter, config.data, config.split)
         }
-        decision = decide(measured.rows, measured.unfinished, seen)
+        unequal = {row.label: _unequal(row, measured.rows) for row in measured.rows if row.adapter}
+        decision = decide(measured.rows, measured.unfinished, seen, unequal)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -222,15 +223,22 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
                 before, after = (sum(some) / part for some in (losses[-2 * part : -part], losses[-part:]))
                 fell = f"; its loss was {before:.3f} in the third quarter of the steps, then {after:.3f}"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
-        control = _trained_control(row, rows)
-        other = _trained(control)[0] if control and control != row.adapter else 0
-        if tokens and other and abs(tokens / other - 1) > 0.02:
-            notes.append(f"Its control was trained on {other:,}: only as many can be compared.")
-        own, its = (settings_of(each or "", "recipe.yaml") for each in (row.adapter, control))
-        different = [name for name in SAME_TRAINING if own and its and own.get(name) != its.get(name)]
-        if different:
-            notes.append(f"Its control was trained otherwise: {', '.join(different)}.")
+        if differs := _unequal(row, rows):
+            notes.append(f"{differs[0].upper()}{differs[1:]}.")
     return [Section("Training", notes=notes)] if notes else []
+
+
+def _unequal(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str:
+    """How the training of a row's control differs from its own, as far as their files say; else empty."""
+    control = _trained_control(row, rows)
+    if control in (None, row.adapter):
+        return ""
+    tokens, other = (_trained(str(each))[0] for each in (row.adapter, control))
+    if tokens and other and abs(tokens / other - 1) > 0.02:
+        return f"its control was trained on {other:,} tokens: train the shorter longer"
+    own, its = (settings_of(str(each), "recipe.yaml") for each in (row.adapter, control))
+    names = [name for name in SAME_TRAINING if own and its and own.get(name) != its.get(name)]
+    return f"its control was trained with another {', '.join(names)}" if names else ""
 
 
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:

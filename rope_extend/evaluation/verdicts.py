@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from rope_extend.errors import RopeExtendError
@@ -84,7 +84,10 @@ class Decision(NamedTuple):
 
 
 def decide(
-    rows: Sequence[EvaluationRow], unfinished: Collection[str] = (), seen: Collection[str] = ()
+    rows: Sequence[EvaluationRow],
+    unfinished: Collection[str] = (),
+    seen: Collection[str] = (),
+    unequal: Mapping[str, str] = {},
 ) -> Decision:
     """Judge each row by the three criteria, and say what to do.
 
@@ -93,10 +96,11 @@ def decide(
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
         seen: labels of rows that were trained on these texts, so that a gain shows nothing.
+        unequal: how the training of a row's control differs, by the row's label: then neither shows anything.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
-    judged = _verdicts(rows, unfinished, seen)
+    judged = _verdicts(rows, unfinished, seen, unequal)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
     sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
     if not judged:
@@ -116,17 +120,29 @@ def decide(
 
 
 def _verdicts(
-    rows: Sequence[EvaluationRow], unfinished: Collection[str], seen: Collection[str]
+    rows: Sequence[EvaluationRow],
+    unfinished: Collection[str],
+    seen: Collection[str],
+    unequal: Mapping[str, str],
 ) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
-    return [
-        Verdict(
-            row.label, _gain(gain, _remedy(rows), row.label in seen), _found(row, gain.longest.length, rows),
-            _cost(costs.get(id(row)), gain), row.label not in unfinished, _alone(gain), row.label in seen,
-        )
-        for gain in against_cropped(rows)
-        if not _is_control(row := gain.second)
-    ]  # fmt: skip
+    verdicts = []
+    for gain in against_cropped(rows):
+        if not _is_control(row := gain.second):
+            why, known = unequal.get(row.label, ""), row.label in seen
+            verdicts.append(Verdict(
+                row.label, _if_equal(_gain(gain, _remedy(rows), known), why),
+                _found(row, gain.longest.length, rows), _if_equal(_cost(costs.get(id(row)), gain), why),
+                row.label not in unfinished, "" if why else _alone(gain), known,
+            ))  # fmt: skip
+    return verdicts
+
+
+def _if_equal(criterion: Criterion, why: str) -> Criterion:
+    """A criterion that a control decides; left open if that was trained otherwise."""
+    if not why or criterion.words == "not finite":
+        return criterion
+    return Criterion(f"{criterion.words}; but {why}", None, why)
 
 
 def _sentence(
@@ -177,7 +193,11 @@ def _sentence(
         return " ".join([f"Not decided on {best.label}{among}.", *reasons]), train
     elif trained:
         untrained = any(row.is_extended and not row.adapter for row in rows)
-        first = f"No row meets all three criteria at {target}{', with or without training' * untrained}."
+        first = f"No row meets all three criteria at {target}"
+        if still := [each.label for each in whole if each.success is None]:
+            first += f"; without training, not decided: {', '.join(still)}."
+        else:
+            first += f"{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         remedy = _remedy(rows)
         more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
@@ -189,8 +209,8 @@ def _sentence(
     nearest = ""
     if asked and asked[0].label in finite and (len(whole) > 1 or unfinished):
         among = "with training" if asked is not whole else "that are wholly measured"
-        among = "" if asked[0] is ranked[0] else f", of the rows {among}"
-        nearest = f" {asked[0].label} has the lowest perplexity{among}"
+        among = "extended rows" if asked[0] is ranked[0] else f"rows {among}"
+        nearest = f" Of the {among}, {asked[0].label} has the lowest perplexity"
         nearest += f", and fails: {fails}." if (fails := failed[asked[0].label]) else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
@@ -217,15 +237,15 @@ def _is_control(row: EvaluationRow) -> bool:
     return (row.target_length or 0) <= (row.trained_length or 0)
 
 
-def verdict(result: PerplexityResult, control: PerplexityResult, *, same_training: bool) -> str:
+def verdict(result: PerplexityResult, control: PerplexityResult, *, same_training: bool | None) -> str:
     """Say whether a longer context is of use, and whether that is certain.
 
     Args:
         result: what was measured of the extended model, by the protocol `prefix`.
         control: the base model, by the protocol `cropped`, on the same texts and lengths. Only the targets
             beyond its `window` count: before them, both have read the same.
-        same_training: whether both have the same weights, or the control has as much of the same training in
-            the old window. Else a gain may be that of the training, and is not decided.
+        same_training: whether the control has as much of the same training in the old window. Else a gain may
+            be that of the training, and is not decided. None if neither was trained.
 
     Raises:
         RopeExtendError: the control was not cropped, no length is beyond its window, or the two were measured
@@ -239,7 +259,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
             f"{control.window}"
         )
     base = EvaluationRow("the control", result=control, adapter="trained" if same_training else None)
-    row, change = EvaluationRow("the model", result=result, adapter="trained"), changes[-1]
+    trained, change = None if same_training is None else "trained", changes[-1]
+    row = EvaluationRow("the model", result=result, adapter=trained)
     window, longest = format_length(control.window or 0), format_length(change.length)
     words, useful, _ = _gain(compared := Comparison(base, row, [change]))
     if alone := _alone(compared):
@@ -260,7 +281,8 @@ def verdict(result: PerplexityResult, control: PerplexityResult, *, same_trainin
         return f"The longer context is of no use so far: {said}."
     if change.clear and not control.is_weak:
         return f"The longer context may be of use: {said}."
-    then = "Measure more documents; more training, of the control too, may help."
+    then = "Measure more documents"
+    then += ", or train." if same_training is None else ", or train on more tokens, the control too."
     if change.nats > 0:
         return f"By the estimate, the longer context is of no use, which is not certain: {said}. {then}"
     return f"It is not certain that the longer context is of use: {said}. {then}"

@@ -33,7 +33,7 @@ LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
-    Where a control scored a part of the targets only, this is an estimate, and its label says so.
+    Where a control scored a part of the targets only, it has no point: its targets may be harder than all.
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
@@ -45,9 +45,7 @@ def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     canvas = Canvas(path, title or "Perplexity by length", WITH_CROPPED * bool(title), room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
-        lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).reshape(-1, 2).T
-        if len(row.result.levels) < len(row.result.ppl):
-            style["label"] += " (estimated)"
+        lengths, values = np.array(sorted(row.result.levels.items()), dtype=np.float64).reshape(-1, 2).T
         draw_line(axes, lengths, values, **style)
     perplexity_axis(axes)
     length_axis(axes, sorted({length for row in rows for length in row.result.ppl}), "length, tokens")
@@ -130,6 +128,8 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
         return row, "", f"{subtitle}; this control, {control.protocol}, is too weak"
     if gain.clear and gain.nats < 0:
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
+    if gain.clear and len(rows) == 1:
+        return row, f"{label}: {100 * (gain.ratio - 1):.1f} % higher perplexity {beyond}", subtitle
     if len(rows) < len(extended):
         return row, f"{label}: no clearly lower perplexity {beyond}", subtitle
     return row, f"No row clearly has lower perplexity {beyond}", subtitle

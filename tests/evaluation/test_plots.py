@@ -48,17 +48,17 @@ def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
 
 
 def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
-    """A control that scored some of the targets beyond its window has estimates, and its label says so."""
+    """A control that scored some of the targets beyond its window has no points there."""
     some = {32: 93, 64: 100, 128: 200, 256: 300}
     rows.append(row("some", None, 2.2, protocol="cropped", window=32, blocks=2, tokens=some))
     path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png")
     axes = drawn[0].axes
     assert axes.get_title(loc="left") == "YaRN + LoRA: no clearly lower perplexity\nbeyond 32"
-    rows[-1] = replace(rows[-1], label="some (estimated)")
     assert lines(axes).keys() == {r.label for r in rows}
     for r in rows:
         x, y = lines(axes)[r.label].get_data()
-        assert dict(zip(x, y, strict=True)) == r.result.ppl
+        assert dict(zip(x, y, strict=True)) == r.result.levels
+    assert rows[-1].result.levels.keys() == {32} < rows[0].result.levels.keys()
     assert axes.get_xscale() == axes.get_yscale() == "log"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["32", "64", "128", "256"]
     assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
@@ -197,7 +197,7 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     plots.plot_loss_by_position([control, trained, tuned, at("gain", -0.1)], tmp_path / "j.png")
     axes = drawn.pop().axes
     assert any("thick line: tuned" in text.get_text() for text in axes.texts)
-    assert axes.get_title(loc="left") == "tuned: no clearly lower perplexity beyond 32"
+    assert axes.get_title(loc="left") == "tuned: 18.7 % higher perplexity beyond 32"
 
 
 def test_pictures_of_retrieval_show_the_rates(drawn, tmp_path: Path) -> None:

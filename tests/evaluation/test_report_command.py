@@ -19,7 +19,7 @@ from test_verdicts import CONTROL, PLAIN, cropped, judged
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
-from rope_extend.evaluation.evaluate import _control_command, _lead
+from rope_extend.evaluation.evaluate import _control_command, _lead, _unequal
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
@@ -145,8 +145,20 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     _, notes = _lead(config, Measured(rows, []), decide(rows), str)
     assert notes.notes == [
         "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, then 1.500.",
-        "Its control was trained on 576: only as many can be compared.",
+        "Its control was trained on 576 tokens: train the shorter longer.",
     ]
+    Path("my run-control/metrics.jsonl").write_text('{"tokens": 384}')
+    assert not _unequal(tuned, rows)
+    recipe = Path("my run-control/recipe.yaml")
+    before = recipe.read_text()
+    recipe.write_text(f"{before}\nlearning_rate: 0.5\n")
+    why = _unequal(tuned, rows)
+    recipe.write_text(before)
+    assert why == "its control was trained with another learning_rate"
+    for some in (rows, [*rows[:2], replace(tuned, result=judged("run", 1.2).result), rows[3]]):
+        (found,) = decide(some, unequal={"run": why}).verdicts  # neither a success nor a failure
+        assert (found.gain.met, found.cost.met, found.success) == (None, None, None)
+        assert found.gain.words.endswith(f"; but {why}")
     # Two processes train on twice as many tokens as the recipe says, and so does the control.
     commands = [_control_command(tuned, str)]
     with Path("my run/metrics.jsonl").open("a") as metrics:

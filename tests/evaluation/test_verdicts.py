@@ -248,7 +248,7 @@ def test_a_model_with_scaling_of_its_own_is_no_control(
 
 NONE = "None of these methods meets all three criteria at 64 without training, so train."
 NEITHER = "No row meets all three criteria at 64."
-LOWEST = "yarn has the lowest perplexity"
+LOWEST = "Of the extended rows, yarn has the lowest perplexity"
 REST = " The same command with --resume measures the rest."
 COSTS = "Over 5 documents, the cost within the old window may be above 2 %."
 MORE = " Train longer, with a control, if the loss still fell at the end"
@@ -279,8 +279,8 @@ ALONE = (
          f"Not decided on noisy. Over 5 documents, no gain beyond the old window is seen: train. {COSTS}"),
         # A row that was trained and failed comes first, and the advice is not to begin to train.
         ([PLAIN, noisy(1.01, 1.0), judged("run", 1.1, 1.0, "a", short=1.1)], [],
-         f"{NEITHER[:-1]}, with or without training. run has the lowest perplexity, of the rows with "
-         f"training, and fails: perplexity beyond 32, perplexity within 32.{MORE}."),
+         f"{NEITHER[:-1]}; without training, not decided: noisy. Of the rows with training, run has the "
+         f"lowest perplexity, and fails: perplexity beyond 32, perplexity within 32.{MORE}."),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
          f"{NONE} {LOWEST}, and fails: found at 64."),
@@ -290,8 +290,8 @@ ALONE = (
         ([judged("yarn", NAN, 0.0)], ["ntk"],
          f"Not decided yet: not wholly measured are ntk.{REST}"),
         ([judged("yarn", 1.2, 1.0), judged("ntk", 1.1, 1.0)], ["ntk"],
-         f"Not decided yet: not wholly measured are ntk. {LOWEST}, of the rows that are wholly measured, and "
-         f"fails: perplexity beyond 32, perplexity within 32.{REST}"),
+         "Not decided yet: not wholly measured are ntk. Of the rows that are wholly measured, yarn has the "
+         f"lowest perplexity, and fails: perplexity beyond 32, perplexity within 32.{REST}"),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
          f"Not decided yet: not wholly measured are rerope; string. {LOWEST}, and fails: perplexity beyond "
          f"32, perplexity within 32.{REST}"),
@@ -333,8 +333,8 @@ BEYOND = "from 32 to 64, perplexity of 5 documents, compared with a cropped cont
         (1.1, 5, f"The longer context is of no use so far: {BEYOND} {NO}; {ALLOWED}."),
         (NAN, 5, f"The longer context is of no use so far: {BEYOND} not finite; {ALLOWED}."),
         (0.9, 2, f"It is not certain that the longer context is of use: {BEYOND.replace('5', '2')} "
-         "2.12 instead of 2.34, -9.5 % (too few documents for an interval). Measure more documents; more "
-         "training, of the control too, may help."),
+         "2.12 instead of 2.34, -9.5 % (too few documents for an interval). Measure more documents, or train "
+         "on more tokens, the control too."),
     ],
 )  # fmt: skip
 def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> None:
@@ -353,6 +353,11 @@ def test_the_verdict_on_one_result(level: float, documents: int, said: str) -> N
             if level < 1
             else "The longer context is of no use so far: "
         )
+    # What was not trained gains nothing from training, also if it gains as much within the window.
+    within = judged("rerope", 0.9, short=0.8).result
+    begins = {None: "The longer context is of use", True: "Not decided: ", False: "Not decided: "}
+    for same, words in begins.items():
+        assert verdict(within, CONTROL.result, same_training=same).startswith(words)
     for wrong in (replace(control, data="f" * 16), replace(control, protocol="prefix", window=None)):
         with pytest.raises(RopeExtendError, match="verdict compares a result with its control"):
             verdict(result, wrong, same_training=True)
