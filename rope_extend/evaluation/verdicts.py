@@ -111,7 +111,8 @@ def decide(
         f"Beyond {window}: perplexity, compared with a cropped context on the same targets; after training, "
         "with that of the trained control, if there is one. ✓ if the 99.5 % interval is wholly below 0: in "
         "simulations, at most 3 % of such claims were wrong. ✗ if the 95 % interval is wholly above 0.",
-        f"Found at {target}: ✓ if at least {LEAST_FOUND:.0%} at every depth.",
+        f"Found at {target}: ✓ if at least {LEAST_FOUND:.0%} at every depth, otherwise ✗; ? if plain RoPE "
+        f"fails within {window} too.",
         f"Within {window}: compared with plain RoPE, and with a trained control. ✓ if the 95 % interval is "
         f"wholly below {_ALLOWED}, ✗ if it is wholly above.",
     ]
