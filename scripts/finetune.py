@@ -66,8 +66,8 @@ def main(args: argparse.Namespace) -> None:
     extend(empty, args)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
     blocks = rx.blocks(documents, length, positions=args.positions, model=empty)
-    same = dict.fromkeys(("output", "resume", "steps", "gradient_checkpointing"))  # may change on the way
-    given = {**vars(args), **same, "text": fingerprint(documents)}
+    free = dict.fromkeys(("output", "resume", "steps", "gradient_checkpointing"))  # may change on the way
+    given = {**vars(args), **free, "text": fingerprint(documents)}
     if resumes and written.exists() and (changed := differences(json.loads(written.read_text()), given)):
         parser.error(f"{args.output} has a run with other settings: {changed}; restore them, or give another "
                      "--output")  # fmt: skip

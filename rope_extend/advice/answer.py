@@ -112,10 +112,10 @@ def advise(
     trained = window.scaled and found.start == CURRENT and target > window.tokens > found.shape.trained_length
     question = Question(
         name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
-        current_table(empty_model(name), trained_length) if trained else None,
+        current_table(empty_model(name), trained_length) if trained else None, data,
     )  # fmt: skip
     if window.stanza and target <= STANZA_LONGEST and trained_length is None and not train:
-        return _by_the_makers(question, data)
+        return _by_the_makers(question)
     return _train(question, device, data, untrained_first=not train)
 
 
@@ -152,7 +152,7 @@ def _nothing_to_do(
     return None
 
 
-def _by_the_makers(question: Question, data: str | None) -> Advice:
+def _by_the_makers(question: Question) -> Advice:
     """The advice for a model whose card gives a YaRN stanza."""
     reason = (
         "The makers of this model recommend YaRN without training up to "
@@ -167,7 +167,7 @@ def _by_the_makers(question: Question, data: str | None) -> Advice:
     return Advice(
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
-        commands=question.measuring(["none", "yarn"], data=data or ""), criteria=CRITERIA, notes=(note,),
+        commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
         serving=question.serving("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ def _train(question: Question, gpu: Gpu, data: str | None, *, untrained_first: b
         inside = "dynamic_yarn" if family_for(question.model_type).unreachable else "jet_long"
         untrained = inside if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
-    commands = question.measuring(["none", untrained], data=data or "") if untrained else ()
+    commands = question.measuring(["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
     if memory.fits:
         plain = "none" if question.current is None else AS_IS

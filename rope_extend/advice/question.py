@@ -100,6 +100,8 @@ class Question:
     quantized: bool
     current: CurrentTable | None = None
     """The table to start from, if the model was trained under scaling."""
+    data: str | None = None
+    """Long documents, if some were given."""
 
     @property
     def start(self) -> str:
@@ -157,12 +159,12 @@ class Question:
             base = ""
         return (*lines, *commands(engine, checkpoint, self.target, base_model=base))
 
-    def measuring(self, methods: list[str], run: str | None = None, data: str = "") -> tuple[str, ...]:
+    def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
         """The commands that measure perplexity and passkeys with their control, of methods or of a run."""
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
         named = f"--methods {','.join(methods)}"
-        data = "--data " + quote(data or ("path/to/other/documents" if run else LONG_TEXTS))
+        data = "--data " + ("path/to/other/documents" if run else quote(self.data or LONG_TEXTS))
         model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""

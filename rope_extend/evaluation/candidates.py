@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from rope_extend.checkpoint.info import ModelInfo, info
 from rope_extend.checkpoint.manifest import read_json
@@ -28,6 +29,7 @@ from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import CURRENT
 from rope_extend.models.checkpoint_directory import ADAPTER_CONFIG, is_adapter
 from rope_extend.models.decoders import unwrap
+from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.rotary_tables import length_groups
 from rope_extend.patching import current_patch, patch_model
@@ -68,6 +70,9 @@ class Candidates:
         """
         load_options = load_options or LoadOptions.of(config)
         empty = load_options.empty(config.model)
+        if gguf_file(config.model) is None:
+            with suppress(OSError, TypeError):  # as from_pretrained does; it may name another BOS
+                empty.generation_config = GenerationConfig.from_pretrained(config.model)
         model_info = info(empty, trained_length=config.trained_length)
         shape = model_info.shape
         records = {adapter: read_record(adapter) for adapter in config.adapters}

@@ -127,12 +127,12 @@ def _verdicts(
     unequal: Mapping[str, str],
 ) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
-    verdicts = []
+    remedy, verdicts = _remedy(rows), []
     for gain in against_cropped(rows):
         if not _is_control(row := gain.second):
             why, known = unequal.get(row.label, ""), row.label in seen
             verdicts.append(Verdict(
-                row.label, _if_equal(_gain(gain, _remedy(rows), known), why),
+                row.label, _if_equal(_gain(gain, remedy, known), why),
                 _found(row, gain.longest.length, rows), _if_equal(_cost(costs.get(id(row)), gain), why),
                 row.label not in unfinished, "" if why else _alone(gain), known,
             ))  # fmt: skip
@@ -202,7 +202,7 @@ def _sentence(
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         remedy = _remedy(rows)
         more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
-        if known := [each for each in whole if each.seen]:
+        if known := [each for each in whole if each.seen and each.gain.open]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"

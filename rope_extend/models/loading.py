@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -148,9 +148,6 @@ def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(config, **arguments)
     if (path := gguf_file(name)) is not None:
         check_sizes(path, model)
-    else:
-        with suppress(OSError, TypeError):  # as from_pretrained does
-            model.generation_config = GenerationConfig.from_pretrained(name)
     return model
 
 

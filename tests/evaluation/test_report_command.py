@@ -195,6 +195,8 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         decision = decide(some, (), {"run"})
         assert known.partition(": ")[2] in decision.section.lead
         assert len(_lead(config, Measured(some, []), decision, str)) == 1
+    broken = replace(judged("run", math.nan), adapter="my run")
+    assert "run: ." not in decide([PLAIN, CONTROL, judged("yarn", 0.9), broken], (), {"run"}).section.lead
 
 
 def interrupt_after(count: int) -> Any:
