@@ -17,7 +17,10 @@ from rope_extend.checkpoint.restoring import load as load
 from rope_extend.checkpoint.restoring import load_adapter as load_adapter
 from rope_extend.checkpoint.saving import save as save
 from rope_extend.checkpoint.verifying import verify as verify
+from rope_extend.cli.arguments import run_script as run_script
+from rope_extend.data.blocks import as_many_tokens as as_many_tokens
 from rope_extend.data.documents import Document as Document
+from rope_extend.data.documents import fingerprint as fingerprint
 from rope_extend.data.documents import load_documents as load_documents
 from rope_extend.data.sampled_positions import PositionCollator as PositionCollator
 from rope_extend.encodings import Encoding as Encoding
@@ -35,6 +38,7 @@ from rope_extend.evaluation.evaluation_config import EvaluationConfig as Evaluat
 from rope_extend.evaluation.evaluation_config import RetrievalConfig as RetrievalConfig
 from rope_extend.evaluation.evaluation_config import StudyConfig as StudyConfig
 from rope_extend.evaluation.loss_computer import RunOptions as RunOptions
+from rope_extend.evaluation.output_directory import check_files as check_files
 from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult

@@ -15,8 +15,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import rope_extend as rx
-from rope_extend.cli.arguments import run_script
-from rope_extend.evaluation.output_directory import check_files
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="directory, GGUF file or hub id of a model, or of what rope_extend saved")
@@ -33,7 +31,7 @@ parser.add_argument("--overwrite", action="store_true", help="replace table and 
 def main(args: argparse.Namespace) -> None:
     if args.documents < 1:
         parser.error(f"--documents must be at least 1; got {args.documents}")
-    output = check_files(args.output, ("table.csv", "perplexity.svg"), overwrite=args.overwrite)
+    output = rx.check_files(args.output, ("table.csv", "perplexity.svg"), overwrite=args.overwrite)
     lengths = rx.parse_lengths(args.lengths)
     base = args.base_model or rx.base_model_of(args.model)
     window = rx.info(base).current_length
@@ -108,4 +106,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_script(parser, main)  # prints a mistake in one sentence
+    rx.run_script(parser, main)  # prints a mistake in one sentence

@@ -16,15 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, TrainingArguments, default_data_collator, set_seed
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import TrainingArguments, default_data_collator, set_seed
 
 import rope_extend as rx
-from rope_extend.cli.arguments import run_script
-from rope_extend.data.blocks import as_many_tokens
-from rope_extend.data.documents import fingerprint
-from rope_extend.journal import differences
-from rope_extend.models.loading import pretrained
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="directory, GGUF file or hub id of a causal language model")
@@ -36,49 +31,27 @@ parser.add_argument("--positions", help="pose, cream or random: short blocks, po
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--batch-size", type=int, default=1)
 parser.add_argument("--learning-rate", type=float, default=2e-4)
+parser.add_argument("--lora-rank", type=int, default=16)
 parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
 parser.add_argument("--output", default="adapter")
 parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
 
 
-def extend(model: Any, args: argparse.Namespace, tokenizer: Any = None) -> rx.Patch:
-    """Extend the model; `none` leaves plain RoPE as it is, for the control."""
-    if args.method != "none":
-        return rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
-    target = rx.parse_lengths(args.target_length)[0]
-    return rx.patch_model(model, rx.encoding("none"), target_length=target, tokenizer=tokenizer)
-
-
 def main(args: argparse.Namespace) -> None:
-    if min(args.steps, args.batch_size) < 1 or not 0 < args.learning_rate < 1:
-        parser.error("--steps and --batch-size must be at least 1, --learning-rate between 0 and 1")
-    output, written = Path(args.output), Path(args.output, "settings.json")
-    resumes = args.resume and any(output.glob("checkpoint-*"))
-    if not resumes and any(file != written for file in output.glob("*")):
-        advice = ", but no checkpoint to resume" if args.resume else "; add --resume to continue that run"
-        parser.error(f"{args.output} holds files{advice}, or give another --output")
-    length = rx.parse_lengths(args.block_length or args.target_length)[0]
+    resumes = check_flags(args)
     set_seed(0)
-
-    pretrained(AutoConfig, args.model)  # refuses an adapter, which is to be merged first
     tokenizer = rx.load_tokenizer(args.model)
-    empty = rx.load_any(args.model, empty=True)  # without weights, to find mistakes at once
-    extend(empty, args)
+    empty = extended(args, tokenizer, empty=True)  # without weights, so that mistakes are found at once
+    length = rx.parse_lengths(args.block_length or args.target_length)[0]
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
     blocks = rx.blocks(documents, length, positions=args.positions, model=empty)
-    free = dict.fromkeys(("output", "resume", "steps", "gradient_checkpointing"))  # may change on the way
-    given = {**vars(args), **free, "text": fingerprint(documents)}
-    if resumes and written.exists() and (changed := differences(json.loads(written.read_text()), given)):
-        parser.error(f"{args.output} has a run with other settings: {changed}; restore them, or give another "
-                     "--output")  # fmt: skip
-
-    model = rx.load_any(args.model)
-    patch = extend(model, args, tokenizer)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora)
-    model.print_trainable_parameters()
-
+    given = settings_of_run(args, documents, resumes)
     print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
+
+    rank = args.lora_rank
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(extended(args, tokenizer), lora)
+    model.print_trainable_parameters()
     rx.chunked_loss(model)  # the same loss, without holding the logits of all tokens
     settings = TrainingArguments(
         args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
@@ -94,25 +67,69 @@ def main(args: argparse.Namespace) -> None:
         processing_class=tokenizer,  # so that checkpoints have it too
     )
     if writes := trainer.is_world_process_zero():  # of several processes, one writes
-        output.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(given))
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        Path(args.output, "settings.json").write_text(json.dumps(given))
     trainer.train(resume_from_checkpoint=args.resume)
     if writes:
         rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
         print(f"saved an adapter in {args.output}")
         if args.method != "none":
-            print_next(args, patch, length, settings.world_size)
+            print_next(args, model, length, settings.world_size)
 
 
-def print_next(args: argparse.Namespace, patch: rx.Patch, length: int, processes: int) -> None:
+def extended(args: argparse.Namespace, tokenizer: Any, *, empty: bool = False) -> Any:
+    """The model with its new window. The method `none` leaves plain RoPE as it is, for the control."""
+    model = rx.load_any(args.model, empty=empty)
+    if isinstance(model, PeftModel):
+        parser.error(f"{args.model} is an adapter. Merge it first")
+    if args.method == "none":
+        target = rx.parse_lengths(args.target_length)[0]
+        rx.patch_model(model, rx.encoding("none"), target_length=target, tokenizer=tokenizer)
+    else:
+        rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
+    return model
+
+
+# What follows spares its user mistakes. Training needs none of it.
+
+
+def check_flags(args: argparse.Namespace) -> bool:
+    """Refuse impossible numbers, and to replace files. Returns whether there is a checkpoint to resume."""
+    if min(args.steps, args.batch_size, args.lora_rank) < 1 or not 0 < args.learning_rate < 1:
+        parser.error("--steps, --batch-size, --lora-rank must be at least 1, --learning-rate between 0 and 1")
+    if Path(args.model, "adapter_config.json").exists():
+        merge = f"rope-extend merge {args.model} --output merged"
+        parser.error(f"{args.model} is an adapter. Merge it first: {merge}")
+    output = Path(args.output)
+    resumes = args.resume and any(output.glob("checkpoint-*"))
+    if not resumes and any(file.name != "settings.json" for file in output.glob("*")):
+        advice = ", but no checkpoint to resume" if args.resume else "; add --resume to continue that run"
+        parser.error(f"{args.output} holds files{advice}, or give another --output")
+    return resumes
+
+
+def settings_of_run(args: argparse.Namespace, documents: list[rx.Document], resumes: bool) -> dict[str, Any]:
+    """What a run was given. Refuses to resume one that was given something else."""
+    free = dict.fromkeys(("output", "resume", "steps", "gradient_checkpointing"))  # may change on the way
+    given = {**vars(args), **free, "text": rx.fingerprint(documents)}
+    written = Path(args.output, "settings.json")
+    before = json.loads(written.read_text()) if resumes and written.exists() else given
+    if changed := [f"{name} (was {before.get(name)})" for name in given if before.get(name) != given[name]]:
+        parser.error(f"{args.output} has a run with other settings: {', '.join(changed)}; restore them, or "
+                     "give another --output")  # fmt: skip
+    return given
+
+
+def print_next(args: argparse.Namespace, model: Any, length: int, processes: int) -> None:
     """Print how to train the control on as many tokens, and how to evaluate both."""
+    patch = rx.current_patch(model)
     window, control, script = patch.shape.trained_length, f"{args.output}-control", Path(sys.argv[0])
     evaluate = script.with_name("evaluate.py")
-    block, batch, steps = as_many_tokens(window, length, args.batch_size * processes, args.steps)
+    block, batch, steps = rx.as_many_tokens(window, length, args.batch_size * processes, args.steps)
     training = [
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
         "--block-length", block, "--batch-size", batch, "--steps", steps,
-        "--learning-rate", args.learning_rate, "--output", control,
+        "--learning-rate", args.learning_rate, "--lora-rank", args.lora_rank, "--output", control,
         *["--gradient-checkpointing"] * args.gradient_checkpointing,
         *["--resume"] * Path(control).exists(),  # of a run that was trained for longer
     ]  # fmt: skip
@@ -128,4 +145,4 @@ def print_next(args: argparse.Namespace, patch: rx.Patch, length: int, processes
 
 
 if __name__ == "__main__":
-    run_script(parser, main)  # prints a mistake in one sentence
+    rx.run_script(parser, main)  # prints a mistake in one sentence
