@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -199,7 +200,7 @@ def _lead(
             lines := _longer(row.adapter, control, shown)
         ):
             again = f"--resume --documents {row.result.documents}"
-            parts.append(Code(f"To train longer; then this report once more, with {again}", lines))
+            parts.append(Code(f"To train longer; then the command of this report again, with {again}", lines))
             break
     if measured.missing:
         parts.append(Section("Not measured yet", notes=counted_by_row(measured.missing)))
@@ -219,9 +220,13 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
         tokens, losses = _trained(str(row.adapter))
         if tokens:
             fell = ""
-            if (part := len(losses) // 4) > 0:
-                before, after = (sum(some) / part for some in (losses[-2 * part : -part], losses[-part:]))
-                fell = f"; its loss was {before:.3f} in the third quarter of the steps, then {after:.3f}"
+            if (part := len(losses) // 4) > 1:
+                from scipy.stats import ttest_ind  # takes a second
+
+                third, last = losses[-2 * part : -part], losses[-part:]
+                less = ttest_ind(third, last, equal_var=False, alternative="greater").pvalue < 0.025
+                fell = f"; its loss was {fmean(third):.3f} in the third quarter of the steps, then "
+                fell += f"{fmean(last):.3f}, {'so it still fell' if less else 'no clear fall'}"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         if differs := _unequal(row, rows):
             notes.append(f"{differs[0].upper()}{differs[1:]}.")

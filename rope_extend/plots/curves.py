@@ -57,15 +57,15 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw what a longer context gives at each position of the predicted token.
 
     This is perplexity divided by that of the control whose context is cropped, as a change in percent: texts
-    differ far more from place to place than rows do in one place. The title says which row is best beyond the
-    window. Rows far above the control leave the picture at its top, so that small gains can be seen. Without
-    a control it is the mean loss in nats per token.
+    differ far more from place to place than rows do in one place. The control is the line “equal”. The title
+    says which row is best beyond the window. Rows far above the control leave the picture at its top, so that
+    small gains can be seen. Without a control it is the mean loss in nats per token.
 
     Arguments and errors are those of `plot_perplexity`.
     """
-    styled = line_styles(rows)
     controls = {id(row): row.control_in(rows) for row in rows}
     compared = [row for row in rows if controls[id(row)] and not row.cropped]
+    styled = [(row, style) for row, style in line_styles(rows) if not (compared and row.cropped)]
     best, title, subtitle = _finding(compared, controls) if compared else (None, "Loss by position", "")
     canvas = Canvas(path, title or "Perplexity by position", subtitle, room=16)
     axes = canvas.axes
@@ -129,7 +129,8 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
     if gain.clear and gain.nats < 0:
         return row, f"{label}: {100 * (1 - gain.ratio):.1f} % lower perplexity {beyond}", subtitle
     if gain.clear and len(rows) == 1:
-        return row, f"{label}: {100 * (gain.ratio - 1):.1f} % higher perplexity {beyond}", subtitle
+        worse = f"{100 * (gain.ratio - 1):.1f} % higher" if gain.ratio < 3 else f"{gain.ratio:,.0f} times the"
+        return row, f"{label}: {worse} perplexity {beyond}", subtitle
     if len(rows) < len(extended):
         return row, f"{label}: no clearly lower perplexity {beyond}", subtitle
     return row, f"No row clearly has lower perplexity {beyond}", subtitle
@@ -151,7 +152,7 @@ def _zoom(axes: Axes, values: Floats, nearest: Floats) -> float:
 
 
 def loss_by_group(edges: Any, losses: Any, terms: Any, longest: int) -> tuple[Floats, Floats]:
-    """The middle of each of at most 24 groups of blocks and its mean loss, for groups that have targets.
+    """The middle of each of at most 16 groups of blocks and its mean loss, for groups that have targets.
 
     Args:
         edges: int64 `[blocks]`, the first position of each block; the last one ends at `longest`.
@@ -160,7 +161,7 @@ def loss_by_group(edges: Any, losses: Any, terms: Any, longest: int) -> tuple[Fl
     """
     if not losses.size:
         return np.zeros(0), np.zeros(0)
-    starts = np.unique(np.searchsorted(edges, np.linspace(0, longest, 25)[:-1]))
+    starts = np.unique(np.searchsorted(edges, np.linspace(0, longest, 17)[:-1]))
     starts = starts[starts < len(edges)]
     ends = np.append(edges[starts[1:]], longest)
     sums, counts = (np.add.reduceat(each.sum(0), starts) for each in (losses, terms))

@@ -139,12 +139,14 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         main(shlex.split(line)[1:])
         assert "2 steps, 384 tokens" in capsys.readouterr().out
     rows[2] = tuned
-    for name, lines in (("my run-control", '{"tokens": 576}\n'), ("my run", '{"loss": 2}\n{"loss": 1.5}\n')):
+    fell = "".join(f'{{"loss": {loss}}}\n' for loss in (3, 3, 3, 3, 2.02, 1.98, 1.52, 1.48))
+    for name, lines in (("my run-control", '{"tokens": 576}\n'), ("my run", fell)):
         with Path(f"{name}/metrics.jsonl").open("a") as metrics:
             metrics.write(lines)
     _, notes = _lead(config, Measured(rows, []), decide(rows), str)
     assert notes.notes == [
-        "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, then 1.500.",
+        "run was trained on 384 tokens; its loss was 2.000 in the third quarter of the steps, then 1.500, "
+        "so it still fell.",
         "Its control was trained on 576 tokens: train the shorter longer.",
     ]
     Path("my run-control/metrics.jsonl").write_text('{"tokens": 384}')

@@ -145,7 +145,7 @@ HALF = "passkey 50% (27–73), 0% at the worst depth"
         # What plain RoPE cannot do within its own window shows nothing; but a loss from 83 % to 50 % does.
         # Few prompts do not show that it cannot.
         ([UNABLE, CONTROL, judged("yarn", 0.9, 0.0)],
-         [(YES, True), (f"{HALF}; plain RoPE within 32: 20% (13–29)", None), (COST, True)],
+         [(YES, True), (HALF, None), (COST, True)],
          None),
         ([UNABLE, CONTROL, judged("yarn", 0.9, 1.0)], [(YES, True), (FOUND, True), (COST, True)], True),
         *(([some, CONTROL, judged("yarn", 0.9, 0.0)], [(YES, True), (HALF, False), (COST, True)], False)
