@@ -30,7 +30,7 @@ from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Measured, run
 from rope_extend.evaluation.trained_texts import settings_of, was_trained_on
-from rope_extend.evaluation.verdicts import Decision, decide
+from rope_extend.evaluation.verdicts import TRAINED_ON_THEM, Decision, decide
 from rope_extend.files import is_private, public_name
 from rope_extend.journal import only_writer
 from rope_extend.models.processes import is_main_process, processes
@@ -133,13 +133,14 @@ def measure(
             # Another one may have ended by now.
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
-        seen = {
-            row.label
+        doubts = {
+            row.label: TRAINED_ON_THEM
+            if was_trained_on(row.adapter, config.data, config.split)
+            else _unequal(row, measured.rows)
             for row in measured.rows
-            if row.adapter and was_trained_on(row.adapter, config.data, config.split)
+            if row.adapter
         }
-        unequal = {row.label: _unequal(row, measured.rows) for row in measured.rows if row.adapter}
-        decision = decide(measured.rows, measured.unfinished, seen, unequal)
+        decision = decide(measured.rows, measured.unfinished, doubts)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -181,7 +182,7 @@ def _lead(
         heading = "To train: this estimates time and memory on an H100 (--gpu), and writes a recipe"
         parts.append(Code(heading, text))
     parts += _training_notes(measured.rows)
-    undecided = [each.label for each in decision.verdicts if each.alone and each.whole and not each.seen]
+    undecided = [each.label for each in decision.verdicts if each.alone and each.whole]
     for row in (
         row for row in measured.rows if row.label in undecided and not _trained_control(row, measured.rows)
     ):
@@ -193,7 +194,7 @@ def _lead(
     failed = [
         each.label
         for each in decision.verdicts
-        if each.whole and not (found or each.seen or (each.gain.met and each.cost.met))
+        if each.whole and not (found or each.doubt == TRAINED_ON_THEM or (each.gain.met and each.cost.met))
     ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
         if (control := _trained_control(row, measured.rows)) and (

@@ -19,6 +19,7 @@ MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
 _ALLOWED = f"{100 * MOST_COST - 100:.0f} %"
 UNMEASURED = "not measured (report: --tasks, evaluate: --retrieval-lengths)"
+TRAINED_ON_THEM = "it was trained on these texts: measure others, which it has not seen"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
 
@@ -49,7 +50,7 @@ class Verdict(NamedTuple):
         cost: perplexity within the trained window, compared with plain RoPE.
         whole: whether the row is wholly measured.
         alone: how much of the gain may be the training alone, if no control was trained; else empty.
-        seen: whether the row was trained on these texts, so that it shows nothing.
+        doubt: why its perplexity shows nothing, and what to do; else empty.
     """
 
     label: str
@@ -58,7 +59,7 @@ class Verdict(NamedTuple):
     cost: Criterion
     whole: bool = True
     alone: str = ""
-    seen: bool = False
+    doubt: str = ""
 
     @property
     def success(self) -> bool | None:
@@ -86,8 +87,7 @@ class Decision(NamedTuple):
 def decide(
     rows: Sequence[EvaluationRow],
     unfinished: Collection[str] = (),
-    seen: Collection[str] = (),
-    unequal: Mapping[str, str] = {},
+    doubts: Mapping[str, str] = {},
 ) -> Decision:
     """Judge each row by the three criteria, and say what to do.
 
@@ -95,12 +95,11 @@ def decide(
         rows: what was measured, with the control whose context is cropped.
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
-        seen: labels of rows that were trained on these texts, so that a gain shows nothing.
-        unequal: how the training of a row's control differs, by the row's label: then neither shows anything.
+        doubts: why the perplexity of a row shows nothing, as `TRAINED_ON_THEM`, by its label; or empty.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
-    judged = _verdicts(rows, unfinished, seen, unequal)
+    judged = _verdicts(rows, unfinished, doubts)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
     sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
     if not judged:
@@ -121,29 +120,26 @@ def decide(
 
 
 def _verdicts(
-    rows: Sequence[EvaluationRow],
-    unfinished: Collection[str],
-    seen: Collection[str],
-    unequal: Mapping[str, str],
+    rows: Sequence[EvaluationRow], unfinished: Collection[str], doubts: Mapping[str, str]
 ) -> list[Verdict]:
     costs = {id(regression.second): regression for regression in regressions(rows)}
     remedy, verdicts = _remedy(rows), []
     for gain in against_cropped(rows):
         if not _is_control(row := gain.second):
-            why, known = unequal.get(row.label, ""), row.label in seen
+            why = doubts.get(row.label, "")
             verdicts.append(Verdict(
-                row.label, _if_equal(_gain(gain, remedy, known), why),
-                _found(row, gain.longest.length, rows), _if_equal(_cost(costs.get(id(row)), gain), why),
-                row.label not in unfinished, "" if why else _alone(gain), known,
+                row.label, _unless(why, _gain(gain, remedy)), _found(row, gain.longest.length, rows),
+                _unless(why, _cost(costs.get(id(row)), gain)), row.label not in unfinished,
+                "" if why else _alone(gain), why,
             ))  # fmt: skip
     return verdicts
 
 
-def _if_equal(criterion: Criterion, why: str) -> Criterion:
-    """A criterion that a control decides; left open if that was trained otherwise."""
+def _unless(why: str, criterion: Criterion) -> Criterion:
+    """A criterion of perplexity, which a reason for doubt leaves open."""
     if not why or criterion.words == "not finite":
         return criterion
-    return Criterion(f"{criterion.words}; but {why}", None, why)
+    return Criterion(f"{criterion.words}; but {why.partition(':')[0]}", None, why)
 
 
 def _sentence(
@@ -184,7 +180,7 @@ def _sentence(
         first = "No row can be judged: all are controls, or the control with a cropped context is missing."
     elif undecided:
         best, train = undecided[0], not (trained or undecided[0].gain.met)
-        if best.alone and not best.seen:
+        if best.alone:
             return f"Not decided on {best.label}: {best.alone}.", train
         open_ = dict.fromkeys(each.open for each in (best.gain, best.found, best.cost) if each.open)
         among = ""
@@ -202,7 +198,7 @@ def _sentence(
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         remedy = _remedy(rows)
         more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
-        if known := [each for each in whole if each.seen and each.gain.open]:
+        if known := [each for each in whole if each.doubt and each.gain.open]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:
         those = "None of these methods meets" if len(whole) > 1 else f"{whole[0].label} does not meet"
@@ -341,11 +337,8 @@ def _change(ratio: float) -> str:
     return f"{100 * abs(ratio - 1):.1f} % {'lower' if ratio < 1 else 'higher'}"
 
 
-def _gain(comparison: Comparison, remedy: str = "train", seen: bool = False) -> Criterion:
-    """The perplexity compared with a cropped context, and whether it is certainly below.
-
-    `remedy` is what may help, and `seen` says that the row was trained on these texts.
-    """
+def _gain(comparison: Comparison, remedy: str = "train") -> Criterion:
+    """The perplexity compared with a cropped context, and whether it is certainly below, or what may help."""
     control, change = comparison.first, comparison.longest
     if not math.isfinite(control.result.ppl[change.length]):
         return Criterion(words := f"{control.label} has no finite perplexity", None, words)
@@ -360,9 +353,6 @@ def _gain(comparison: Comparison, remedy: str = "train", seen: bool = False) -> 
         more += f"(--resume --documents {_enough(change)}; --data adds texts), or {remedy}"
     else:
         more = f"over {documents}, no gain beyond the old window is seen: {remedy}"
-    if seen:
-        known = "it was trained on these texts"
-        return Criterion(f"{words}; but {known}", None, f"{known}: measure others, which it has not seen")
     if change.low is None or change.high is None:
         return Criterion(f"{words} (too few documents for an interval)", None, more)
     if comparison.before_training:

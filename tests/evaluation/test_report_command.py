@@ -24,7 +24,7 @@ from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.running import Measured
-from rope_extend.evaluation.verdicts import decide
+from rope_extend.evaluation.verdicts import TRAINED_ON_THEM, decide
 from rope_extend.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -158,7 +158,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     recipe.write_text(before)
     assert why == "its control was trained with another learning_rate"
     for some in (rows, [*rows[:2], replace(tuned, result=judged("run", 1.2).result), rows[3]]):
-        (found,) = decide(some, unequal={"run": why}).verdicts  # neither a success nor a failure
+        (found,) = decide(some, doubts={"run": why}).verdicts  # neither a success nor a failure
         assert (found.gain.met, found.cost.met, found.success) == (None, None, None)
         assert found.gain.words.endswith(f"; but {why}")
     # Two processes train on twice as many tokens as the recipe says, and so does the control.
@@ -188,17 +188,18 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     for damaged in ("{data: true}", "{data: [null, 5]}", "{data: 2024-01-01, split: [1]}", "{", "[]"):
         Path("my run/recipe.yaml").write_text(damaged)
         assert not rx.was_trained_on("my run", whole)
-    decision = decide(rows, (), {"run"})
-    known = "It was trained on these texts: measure others, which it has not seen."
+    decision = decide(rows, (), {"run": TRAINED_ON_THEM})
+    known = f"I{TRAINED_ON_THEM[1:]}."
     assert decision.section.lead == f"Not decided on run. {known}"
     assert "but it was trained on these texts" in decision.verdicts[0].gain.words
     # Then no training is advised, with a control or without, nor if the row is worse than it.
     for some in (rows, [PLAIN, CONTROL, tuned], [PLAIN, CONTROL, judged("run", 1.2, 1.0, "my run")]):
-        decision = decide(some, (), {"run"})
+        decision = decide(some, (), {"run": TRAINED_ON_THEM})
         assert known.partition(": ")[2] in decision.section.lead
         assert len(_lead(config, Measured(some, []), decision, str)) == 1
     broken = replace(judged("run", math.nan), adapter="my run")
-    assert "run: ." not in decide([PLAIN, CONTROL, judged("yarn", 0.9), broken], (), {"run"}).section.lead
+    lead = decide([PLAIN, CONTROL, judged("yarn", 0.9), broken], (), {"run": TRAINED_ON_THEM}).section.lead
+    assert "run: ." not in lead
 
 
 def interrupt_after(count: int) -> Any:
