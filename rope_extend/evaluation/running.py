@@ -60,8 +60,8 @@ class Measured:
         return [*dict.fromkeys(cell.row.label for cell in self.missing)]
 
     def markdown(self) -> str:
-        """The first parts and the tables."""
-        return markdown([*self.lead, *table_parts(self.rows)])
+        """The tables, and below them the verdict, where somebody at a terminal looks."""
+        return markdown([*table_parts(self.rows), *self.lead])
 
 
 def run(

@@ -61,7 +61,8 @@ def test_from_a_model_to_a_verdict(
     rows = read_results(tmp_path / "report")
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
-    assert shown.startswith("Verdict:\n\nNot decided on yarn. Over 2 documents, ")
+    assert shown.startswith("Perplexity:\n\n|")
+    assert "\n\nVerdict:\n\nNot decided on yarn. Over 2 documents, " in shown
     assert re.search(
         r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
         text,
