@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
-from integrity import contents, logits, with_lora
+from integrity import contents, logits, tuned
 from rotary_cases import scaling
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -207,16 +207,11 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_an_export_is_verified(tmp_path: Path) -> None:
-    directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
-    assert export(directory, tmp_path / "out").is_dir()
-
-
-@pytest.mark.slow
-def test_an_export_that_reads_otherwise_does_not_appear(
+def test_an_export_is_verified_and_one_that_reads_otherwise_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
+    assert export(directory, tmp_path / "out").is_dir()
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
     monkeypatch.setattr("rope_extend.checkpoint.exporting._stock_computes", lambda *_, **__: True)
     monkeypatch.setattr("rope_extend.checkpoint.exporting.plain_config", lambda data: {**data, **plain})
@@ -237,9 +232,7 @@ def test_the_key_of_another_encoding_is_left_out(tmp_path: Path) -> None:
 
 def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
     tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    rx.extend(model, TARGET, "ntk_by_parts")
-    model = with_lora(model)
+    model = tuned(tmp_path / "base", "ntk_by_parts")
     output = rx.export(save(model, tmp_path / "adapter"), tmp_path / "out", verify=False)
     assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(output).eval()), logits(model))
     assert not list(output.glob("tmp*"))
