@@ -17,6 +17,7 @@ import torch
 from cases import TARGET, llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -24,7 +25,8 @@ from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.models.checkpoint_directory import RECORD_NAME
 
-IDS = torch.arange(TARGET).remainder(61)[None]
+IDS = torch.arange(TARGET).remainder(50)[None]
+"""Each a token of every model of these tests: the smallest vocabulary has 50."""
 RECORD, WEIGHTS, INDEX = RECORD_NAME, "model.safetensors", "model.safetensors.index.json"
 KINDS = ("full", "sharded", "adapter")
 
@@ -48,6 +50,17 @@ def extended(method: str = "yarn", model: Any = None) -> Any:
     return model
 
 
+def tuned(base: Path | str, method: str = "yarn") -> Any:
+    """The model of a directory in float32, extended, with an adapter."""
+    return with_lora(extended(method, AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)))
+
+
+def other_weights(model: Any) -> Any:
+    """A model with one matrix changed, so that no adapter of it fits any more."""
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    return model
+
+
 def each(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("directory", kinds or KINDS, indirect=True)
 
@@ -68,6 +81,13 @@ def contents(directory: Path) -> dict[str, Any]:
 def weights_of(directory: Path) -> Path:
     """One of the weight files of a directory."""
     return sorted([*directory.glob("model*.safetensors"), *directory.glob("adapter_model.safetensors")])[-1]
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0b1000
+    path.write_bytes(data)
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -45,8 +45,7 @@ class BiasHandler(AttentionHandler):
         first, heads = call.given.get(HEADS, (0, own_heads))  # of several processes, this one has some heads
         shape = replace(self.shape, heads=heads, head_dim=head_dim)
         learned = {} if self.learned is None else self.learned.of(call.module.layer_idx)
-        if any(value.device != device for value in learned.values()):
-            learned = {name: value.to(device) for name, value in learned.items()}
+        learned = {name: value.to(device) for name, value in learned.items()}
         if self.learned is not None and shape != self.shape:
             raise PatchError(
                 f"the parameters of {self.encoding} were made for {self.shape}, but "

@@ -178,8 +178,8 @@ class _Partial(torch.autograd.Function):
         query, key, value, output, sums, *tensors = ctx.saved_tensors
         remaining = iter(tensors)
         rest = [next(remaining) if part is None else part for part in ctx.rest]
-        groups, shown = query.shape[1] // key.shape[1], value.shape[-1]
-        width = max(query.shape[-1], shown)
+        groups, head_dim, shown = query.shape[1] // key.shape[1], query.shape[-1], value.shape[-1]
+        width = max(head_dim, shown)
         width += _SPARE + -width % _SPARE
         dtype, fewer = query.dtype, width - shown
         # float16 and bfloat16 hold the gradient as a sum of three numbers.
@@ -206,10 +206,4 @@ class _Partial(torch.autograd.Function):
             part.reshape(len(part), -1, groups, *part.shape[2:]).sum(dim=2) if groups > 1 else part
             for part in (d_key, d_value)
         )
-        return (
-            d_query[..., : query.shape[-1]],
-            d_key[..., : query.shape[-1]],
-            d_value[..., :shown],
-            None,
-            None,
-        )
+        return d_query[..., :head_dim], d_key[..., :head_dim], d_value[..., :shown], None, None

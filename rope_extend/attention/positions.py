@@ -265,8 +265,7 @@ def _give_positions(
 
 def _cache_among(values: Iterable[Any]) -> Any:
     """The first cache among the arguments of a module; None if it gets none."""
-    caches = [value for value in values if isinstance(value, Cache)]
-    return caches[0] if caches else None
+    return next((value for value in values if isinstance(value, Cache)), None)
 
 
 def hand_over(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:

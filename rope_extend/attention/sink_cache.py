@@ -22,7 +22,6 @@ from rope_extend.models.decoders import unwrap
 _MORE = 16
 """Tokens are dropped when at least this many can be, and at least a quarter of the window."""
 
-
 _LAYER = "_rope_extend_layer"
 """The attribute of keys with the `SinkLayer` that they come from."""
 
@@ -170,8 +169,6 @@ def sink_cache(model: nn.Module) -> SinkCache:
             patch does not act, such as layers without RoPE.
     """
     base = unwrap(model)
-    modules = attention_modules(base.base_model)
-    handlers = [getattr(module, HANDLER, None) for module in modules]
     record = getattr(base.config, CONFIG_RECORD, None)
     encoding = Encoding.from_dict(record["encoding"]) if record else None
     if not isinstance(encoding, Sinks):
@@ -180,7 +177,8 @@ def sink_cache(model: nn.Module) -> SinkCache:
             f"rope_extend.extend(model, target_length, 'sinks') first"
         )
     cache = SinkCache(encoding, base.config.get_text_config(decoder=True))
-    handled = {module.layer_idx for module, each in zip(modules, handlers, strict=True) if each is not None}
+    modules = attention_modules(base.base_model)
+    handled = {module.layer_idx for module in modules if getattr(module, HANDLER, None) is not None}
     others = [str(index) for index in range(len(cache.layers)) if index not in handled]
     if others:
         raise UnsupportedModelError(

@@ -380,11 +380,8 @@ class SplitWindow(Removable):
         kwargs = {**({"input_ids": args[0]} if args else {}), **kwargs}
         self._check(kwargs, args[1:])
         given = {name: kwargs[name] for name in _INPUTS if kwargs.get(name) is not None}
-        mask, positions, first = (
-            kwargs.get("attention_mask"),
-            kwargs.get("position_ids"),
-            next(iter(given.values())),
-        )
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        first = next(iter(given.values()))
         tokens, seen = first.shape[1], 0 if cache is None else cache.get_seq_length()
         at = torch.arange(seen, seen + tokens, device=first.device)[None] if positions is None else positions
         masks = [mask] if isinstance(mask, Tensor) and mask.dim() == 2 else []

@@ -206,16 +206,15 @@ def _is_newer(writer: Any) -> bool:
         return False
 
 
-def write_record(directory: str | PathLike[str], record: Record) -> Path:
-    """Write `rope_extend.json` into a directory, whole or not at all; returns its path."""
+def write_record(directory: str | PathLike[str], record: Record) -> None:
+    """Write `rope_extend.json` into a directory, whole or not at all."""
     path = Path(directory) / RECORD_NAME
     with one_error(f"cannot write {path}"):
         write_json(path, record.to_dict(), durable=True)
-    return path
 
 
-def write_record_with_digests(directory: Path, record: Record, *, renamed: bool = False) -> Record:
-    """Write the record next to complete weights, with digests of all files; returns the record.
+def write_record_with_digests(directory: Path, record: Record, *, renamed: bool = False) -> None:
+    """Write the record next to complete weights, with digests of all files.
 
     An adapter's config also gets a note of the encoding, with which a changed record does not agree. Call
     this last: files that change afterwards are refused on loading.
@@ -237,7 +236,6 @@ def write_record_with_digests(directory: Path, record: Record, *, renamed: bool 
     with one_error(f"cannot read the checkpoint {directory}"):
         record = replace(record, weights=weight_digests(directory), configs=config_digests(directory))
     write_record(directory, record)
-    return record
 
 
 def check_agreement(directory: Path, record: Record) -> None:

@@ -126,7 +126,7 @@ def complete_checkpoint(
     *,
     renamed: bool = False,
     state: Mapping[str, Tensor] | None = None,
-) -> Record:
+) -> None:
     """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
     `state` is that of `save`, `renamed` that of `write_record_with_digests`.
@@ -138,7 +138,7 @@ def complete_checkpoint(
     if record.base_fingerprint is not None:
         fingerprint = fingerprint_without_held(model, record.base_fingerprint, directory)
         record = replace(record, base_fingerprint=fingerprint)
-    return write_record_with_digests(directory, record, renamed=renamed)
+    write_record_with_digests(directory, record, renamed=renamed)
 
 
 def write_model(

@@ -18,7 +18,7 @@ from rope_extend.evaluation.evaluation_config import AS_IS, ModelConfig
 from rope_extend.evaluation.loss_computer import evaluation_mode
 from rope_extend.evaluation.prompts import encode, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
-from rope_extend.models.checkpoint_directory import is_adapter
+from rope_extend.models.checkpoint_directory import TOKENIZER_CONFIG, is_adapter
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
 from rope_extend.models.locating import base_name
@@ -139,7 +139,7 @@ class Subjects:
         record = checked_record(directory, check_files=True)
         base = base_name(*record.base(directory, base_model))
         config = ModelConfig(base, (name,), (AS_IS,), trained_length=record.shape.trained_length)
-        tokenizer = name if (directory / "tokenizer_config.json").exists() else base
+        tokenizer = name if (directory / TOKENIZER_CONFIG).exists() else base
         return cls(Candidates.of(config, load_options), record.target_length, tokenizer)
 
     @property

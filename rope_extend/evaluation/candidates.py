@@ -76,10 +76,8 @@ class Candidates:
         model_info = info(empty, trained_length=config.trained_length)
         shape = model_info.shape
         records = {adapter: read_record(adapter) for adapter in config.adapters}
-        window, reach = (
-            shape.trained_length,
-            max((each.target_length for each in records.values()), default=0),
-        )
+        window = shape.trained_length
+        reach = max((each.target_length for each in records.values()), default=0)
         reach = reach if reach > window else window << DOUBLINGS
         doublings = range((reach // window).bit_length())
         lengths = config.lengths or tuple(sorted({*(window << n for n in doublings), reach}))

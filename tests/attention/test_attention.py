@@ -244,11 +244,12 @@ def test_images_across_the_trained_window_equal_stock() -> None:
         same(logits(model, input_ids, attention_mask=masks), expected)
 
 
-def test_decay_refuses_masks_that_look_ahead() -> None:
+@pytest.mark.parametrize("method", ["xpos", "dual_chunk"])
+def test_decay_and_chunks_refuse_masks_that_look_ahead(method: str) -> None:
     model = llama(head_dim=16)
-    with patched(model, "xpos(linear)"):
+    with rx.extend(model, TARGET, method):
         for given in ({"attention_mask": AHEAD["prefix"][None, None]}, {"is_causal": False}):
-            with pytest.raises(PatchError, match=r"xpos.*attend to later ones.*use causal attention"):
+            with pytest.raises(PatchError, match=rf"{method}.*attend to later ones.*use causal attention"):
                 logits(model, tokens(1, 48), **given)
 
 

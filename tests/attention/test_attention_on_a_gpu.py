@@ -41,18 +41,24 @@ def cached_logits(model: Any, ids: Tensor) -> list[Tensor]:
     return [model(part, past_key_values=cache).logits for part in ids.tensor_split([LENGTH // 2, -1], dim=1)]
 
 
+def same_on(devices: list[str], model: Any, name: str) -> Any:
+    """Check that a text has the logits of the CPU on other devices; returns their mode."""
+    ids = tokens(1, LENGTH)
+    with rx.extend(model, TARGET, name):
+        expected = cached_logits(model, ids)
+        with spread(model, *devices) as mode:
+            found = cached_logits(model, inputs(ids, devices[0]))
+    for ours, theirs in zip(found, expected, strict=True):
+        same(ours, theirs)
+    return mode
+
+
 @pytest.mark.parametrize("implementation", few(["sdpa", "eager"], 2))
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]], ids=len)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementation: str) -> None:
     """Layers on another GPU get copies of positions, cos and sin."""
-    model, ids = llama(attn_implementation=implementation), tokens(1, LENGTH)
-    with rx.extend(model, TARGET, name):
-        expected = cached_logits(model, ids)
-        with spread(model, *devices):
-            found = cached_logits(model, inputs(ids, devices[0]))
-        for ours, theirs in zip(found, expected, strict=True):
-            same(ours, theirs)
+    same_on(devices, llama(attn_implementation=implementation), name)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +70,9 @@ def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementa
 )  # fmt: skip
 def test_methods_that_change_positions_may_be_on_any_devices(name: str, devices: list[str]) -> None:
     """More layers need no more looks at a device, but on a second one, where each layer copies the mask."""
-    ids, counts = tokens(1, LENGTH), []
+    counts = []
     for layers in (2, 4):
-        model = llama(num_hidden_layers=layers)
-        with rx.extend(model, TARGET, name):
-            expected = cached_logits(model, ids)
-            with spread(model, *devices) as mode:
-                found = cached_logits(model, inputs(ids, devices[0]))
-        for ours, theirs in zip(found, expected, strict=True):
-            same(ours, theirs)
+        mode = same_on(devices, llama(num_hidden_layers=layers), name)
         counts.append((len(mode.reads), len(mode.writes) - 2 * layers))  # two of a new cache
     assert counts[0] == counts[1] or len(devices) == 2
 

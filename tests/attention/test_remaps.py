@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, logits, same, tokens
-from cases import (
-    REMAPS,
-    TARGET,
-    TRAINED,
-    EncodingCase,
-    FamilyCase,
-    llama,
-    stock,
-    tiny_model,
-)
+from cases import REMAPS, TARGET, TRAINED, EncodingCase, FamilyCase, llama, stock, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import INSIDE, PLAIN, naive_llama
@@ -32,7 +23,7 @@ import rope_extend as rx
 from rope_extend.attention import forward, remap_parts, rotation
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.encodings.core.regions import Bands, Borders, Chunks, StartAndWindow
-from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.rotary_tables import shape_of
 
 
@@ -301,13 +292,6 @@ def test_a_model_whose_windows_are_all_short_needs_no_extension() -> None:
         patched(sliding, case)
     assert torch.equal(logits(sliding, tokens(1, LENGTH)), before)
     assert sliding.config.to_dict() == config
-
-
-def test_chunks_refuse_masks_that_look_ahead() -> None:
-    model, prefix = llama(), torch.ones(48, 48, dtype=torch.bool).tril() | (torch.arange(48) < 40)
-    case = next(each for each in REMAPS if each.name == "dual_chunk")
-    with patched(model, case), pytest.raises(PatchError, match=r"dual_chunk.*later ones.*use causal"):
-        logits(model, tokens(1, 48), attention_mask=prefix[None, None])
 
 
 def test_a_prefix_keeps_the_distance_of_later_tokens() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import llama
-from integrity import extended, with_lora
-from transformers import AutoModelForCausalLM
+from integrity import extended, tuned
 
 import rope_extend as rx
 
@@ -24,8 +23,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rx.save(extended(), directory / "full")
     rx.save(extended(), directory / "sharded", max_shard_size="20KB")
     rx.save(extended("xpos"), directory / "guarded")
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(directory / "base")))
-    rx.save(adapted, directory / "adapter")
+    rx.save(tuned(directory / "base"), directory / "adapter")
     return directory
 
 

@@ -65,8 +65,7 @@ def base(tmp_path: Path) -> Path:
 
 def patched(base: Path, kind: str, method: str = "yarn", adapter_name: str = "default") -> Any:
     model = AutoModelForCausalLM.from_pretrained(base)
-    encoding = rx.encoding(method, **({} if method in ("xpos", "fire", "kerple") else {"factor": 8.0}))
-    rx.patch_model(model, encoding, target_length=TARGET)
+    rx.extend(model, TARGET, method)
     if kind == "full":
         return model
     torch.manual_seed(1)
@@ -146,14 +145,17 @@ def test_processes_that_trainer_does_not_know_of_are_refused(
         rx.SaveEncodingCallback().on_init_end(run.args, run.state, run.control, run.model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "adapter"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*(pytest.param(kind, "yarn", marks=pytest.mark.slow) for kind in ("full", "adapter")), ("full", "xpos")],
+)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
-    base: Path, tmp_path: Path, kind: str
+    base: Path, tmp_path: Path, kind: str, method: str
 ) -> None:
-    whole = patched(base, kind)
+    """Also of a plugin-only model, under `xpos`."""
+    whole = patched(base, kind, method)
     trainer(whole, tmp_path / "whole", rx.SaveEncodingCallback()).train()
-    model, watching = patched(base, kind), Watching()
+    model, watching = patched(base, kind, method), Watching()
     run = trainer(model, tmp_path / "whole", watching, rx.SaveEncodingCallback())
     run.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert sorted(watching.seen) == [2, 3]
@@ -162,7 +164,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
         assert torch.equal(logits(rx.load(tmp_path / "whole" / f"checkpoint-{step}")), expected)
     # Without this check, the same command with another encoding would resume and train garbage.
     other = patched(base, kind, "linear")
-    with pytest.raises(RopeExtendError, match=r"checkpoint-3 was trained with yarn.* uses linear"):
+    with pytest.raises(RopeExtendError, match=rf"checkpoint-3 was trained with {method}.* uses linear"):
         trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
 
 
@@ -265,15 +267,6 @@ def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, t
         run = trainer(model, tmp_path / "run", rx.SaveEncodingCallback())
         with pytest.raises(RopeExtendError, match=f"checkpoint-3 was trained {message}"):
             run.train(resume_from_checkpoint=True)
-
-
-def test_a_plugin_only_run_is_resumed(base: Path, tmp_path: Path) -> None:
-    model = patched(base, "full", "xpos")
-    trainer(model, tmp_path / "run", rx.SaveEncodingCallback()).train()
-    again = patched(base, "full", "xpos")
-    run = trainer(again, tmp_path / "run", rx.SaveEncodingCallback())
-    run.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert_same_but_rounding(logits(again), logits(model))
 
 
 def test_a_loop_of_one_s_own(base: Path, tmp_path: Path) -> None:

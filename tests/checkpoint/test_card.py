@@ -13,7 +13,7 @@ import torch
 import yaml
 from cases import TARGET, TRAINED, llama
 from covering import few
-from integrity import each, logits, with_lora
+from integrity import each, logits, tuned
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -26,15 +26,7 @@ from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.models.checkpoint_directory import CARD_NAME
 
-METHODS: dict[str, dict[str, Any]] = {
-    "yarn": {"factor": 8.0},
-    "linear": {"factor": 8.0},
-    "ntk": {"factor": 8.0},
-    "ntk_by_parts": {"factor": 8.0},
-    "clipped": {},
-    "dynamic_ntk": {"factor": 8.0},
-    "xpos": {},
-}
+METHODS = ("yarn", "linear", "ntk", "ntk_by_parts", "clipped", "dynamic_ntk", "xpos")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -46,9 +38,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """`base` and `run` (an adapter) in the working directory."""
     monkeypatch.chdir(tmp_path)
     llama().save_pretrained("base")
-    model = AutoModelForCausalLM.from_pretrained("base")
-    rx.patch_model(model, rx.encoding(request.param, **METHODS[request.param]), target_length=TARGET)
-    return rx.save(with_lora(model), "run")
+    return rx.save(tuned("base", request.param), "run")
 
 
 def test_python_lines_run_as_they_stand_and_read_with_the_encoding(run: Path) -> None:

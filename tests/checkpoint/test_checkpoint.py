@@ -14,7 +14,7 @@ import transformers
 from cases import TARGET, TRAINED, llama
 from hypothesis import given
 from hypothesis import strategies as st
-from integrity import IDS, extended, logits, with_lora
+from integrity import IDS, extended, logits, other_weights, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
@@ -34,8 +34,8 @@ def base(checkpoints: Path) -> Path:
     return checkpoints / "base"
 
 
-def pretrained(base: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, **options)
+def pretrained(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base)
 
 
 def test_a_full_checkpoint_keeps_its_precision_in_half(tmp_path: Path) -> None:
@@ -142,12 +142,6 @@ def mistral() -> Any:
     return MistralForCausalLM(MistralConfig(**{**llama().config.to_dict(), "model_type": "mistral"}))
 
 
-def other_weights() -> Any:
-    model = llama()
-    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-    return model
-
-
 OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 
 
@@ -159,7 +153,7 @@ OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
         (mistral, "was recorded as a llama model, but this one is mistral", True),
         (lambda: llama(hidden_size=64, head_dim=16), r"was trained on .* has other weights", True),
         (lambda: llama(num_hidden_layers=3), r"was trained on .* has other weights", True),
-        (other_weights, r"was trained on .* has other weights", True),
+        (lambda: other_weights(llama()), r"was trained on .* has other weights", True),
         (lambda: llama(hidden_size=64, head_dim=16), "does not fit", False),
         (lambda: llama(num_hidden_layers=3), "does not fit", False),
     ],

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from integrity import flip
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -22,13 +23,10 @@ from rope_extend.data.bundled import MODEL_DIR
 def made(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Intact and damaged directories, and a file."""
     where = Path(shutil.copytree(checkpoints, tmp_path_factory.mktemp("made") / "checkpoints"))
-    copies = {"flipped": "full", "cut": "adapter", "unrecorded": "adapter", "newer": "adapter"}
-    copies |= {"damaged": "full", "mixed": "full"}
-    for name, source in copies.items():
-        shutil.copytree(where / source, where / name)
-    weights = bytearray((where / "flipped" / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (where / "flipped" / "model.safetensors").write_bytes(weights)
+    for source, names in {"full": "flipped damaged mixed", "adapter": "cut unrecorded newer"}.items():
+        for name in names.split():
+            shutil.copytree(where / source, where / name)
+    flip(where / "flipped" / "model.safetensors")
     (where / "cut" / "adapter_model.safetensors").write_bytes(b"")
     (where / "unrecorded" / "rope_extend.json").unlink()
     (where / "newer" / "rope_extend.json").write_text('{"schema_version": 7}')

@@ -58,14 +58,8 @@ def test_code_in_a_checkpoint_is_not_run_and_nobody_is_asked(
 
     rewritten(where / "config.json", hostile)
     unsealed(where)
-    trusting = partial(rx.load, trust_remote_code=True)
-    for read in (
-        rx.load,
-        trusting,
-        rx.info,
-        lambda where: export(where, tmp_path / "out"),
-        rx.verify,
-    ):
+    trusting, exporting = partial(rx.load, trust_remote_code=True), partial(export, output=tmp_path / "out")
+    for read in (rx.load, trusting, rx.info, exporting, rx.verify):
         with pytest.raises(RopeExtendError):
             read(str(where))
     with pytest.raises(SystemExit):

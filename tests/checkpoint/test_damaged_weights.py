@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import llama, tiny_model
-from integrity import each, extended, logits, refused, unsealed, weights_of, with_lora
+from integrity import each, extended, logits, refused, tuned, unsealed, weights_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -28,7 +27,7 @@ def test_the_state_of_a_training_run_is_not_taken_for_weights(directory: Path) -
 def test_weights_that_are_not_finite_are_not_saved(checkpoints: Path, tmp_path: Path, value: float) -> None:
     full = extended()
     full.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base")))
+    adapted = tuned(checkpoints / "base")
     layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
     layer.lora_B["default"].weight.data[1, 1] = value
     learned = extended("kerple")
@@ -64,7 +63,7 @@ def test_a_weight_of_an_adapter_that_nothing_takes_is_refused(directory: Path, n
 def test_an_adapter_whose_weights_are_renamed_on_loading_is_taken(tmp_path: Path) -> None:
     """peft follows transformers' renaming: Gemma 3 had another order of modules in transformers 4."""
     tiny_model("gemma3").save_pretrained(tmp_path / "base")
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    adapted = tuned(tmp_path / "base")
     directory = rx.save(adapted, tmp_path / "adapter")
     old, path = "base_model.model.language_model.model.", weights_of(directory)
     weights = {

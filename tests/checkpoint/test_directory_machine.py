@@ -18,8 +18,8 @@ from covering import OPTIONS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from integrity import Fault, contents, watching, with_lora
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from integrity import Fault, contents, extended, tuned, watching
+from transformers import AutoTokenizer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -27,9 +27,7 @@ from rope_extend.checkpoint.exporting import export
 from rope_extend.checkpoint.restoring import checked_record
 
 OUTSIDE = "outside"
-FOREIGN = (
-    "notes.txt", "LICENSE", "README.md", "model_best.safetensors", "data/mine.bin",
-)  # fmt: skip
+FOREIGN = ("notes.txt", "LICENSE", "README.md", "model_best.safetensors", "data/mine.bin")
 LINKS = {
     "config.json": "file.json", "model.safetensors": "file.json", "rope_extend.json": "file.json",
     "tokenizer.json": "folder", "chat_template.jinja": "file.json",
@@ -58,11 +56,8 @@ def sources(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Sources:
         (base / name).write_text(name)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = "{{ messages }}"
-    model = tiny_llama(num_hidden_layers=1)
-    rx.extend(model, 256)
-    adapted = AutoModelForCausalLM.from_pretrained(base)
-    rx.extend(adapted, 256)
-    adapter = rx.save(with_lora(adapted), where / "adapter")
+    model = extended(model=tiny_llama(num_hidden_layers=1))
+    adapter = rx.save(tuned(base), where / "adapter")
     full = rx.save(model, where / "full")
     writers: dict[str, Callable[[Path, bool], Any]] = {
         "full": lambda target, over: rx.save(model, target, overwrite=over),
@@ -168,7 +163,12 @@ class Machine(RuleBasedStateMachine):
         }
 
 
-def run(sources: Sources, examples: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [(5, 10), pytest.param(150 if OPTIONS.full else 75, 20, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
+def test_a_directory_is_whole_and_files_of_others_stay(sources: Sources, examples: int, steps: int) -> None:
     Machine.sources = sources
     logging.getLogger("rope_extend").setLevel(logging.ERROR)
     run_state_machine_as_test(
@@ -180,12 +180,3 @@ def run(sources: Sources, examples: int, steps: int) -> None:
             phases=(Phase.generate,),  # to shrink a failure would take minutes
         ),
     )
-
-
-def test_a_directory_is_whole_and_files_of_others_stay(sources: Sources) -> None:
-    run(sources, 5, 10)
-
-
-@pytest.mark.slow
-def test_a_directory_is_whole_and_files_of_others_stay_for_long(sources: Sources) -> None:
-    run(sources, 150 if OPTIONS.full else 75, 20)

@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, llama
-from integrity import (
-    WEIGHTS,
-    each,
-    in_hub_cache,
-    logits,
-    weights_of,
-)
+from cases import llama
+from integrity import each, extended, flip, in_hub_cache, logits, weights_of
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -75,8 +69,7 @@ def test_a_name_that_is_nowhere_is_refused(tmp_path: Path) -> None:
 def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = llama()
-    rx.patch_model(model, rx.encoding("xpos"), target_length=TARGET)
+    model = extended("xpos")
     directory = rx.save(model, tmp_path / "full")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -84,9 +77,7 @@ def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("org/name")), logits(model))
     with pytest.raises(RopeExtendError, match="variant='fp16' selects other weights"):
         AutoModelForCausalLM.from_pretrained(directory, variant="fp16")
-    data = bytearray((directory / WEIGHTS).read_bytes())
-    data[-1] ^= 1
-    (directory / WEIGHTS).write_bytes(data)
+    flip(weights_of(directory))
     with pytest.raises(RopeExtendError, match="is not what was saved"):
         AutoModelForCausalLM.from_pretrained(directory)
 

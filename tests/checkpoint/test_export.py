@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
-from integrity import contents, logits, with_lora
-from rotary_cases import scaling
+from integrity import contents, logits, tuned
+from rotary_cases import scaling, stock
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +31,10 @@ from rope_extend.models.loading import empty_model
 from rope_extend.models.rotary_tables import shape_of
 
 SHAPE = RopeShape(16, 10_000.0, TRAINED)
-ROWS = {str(case): case for case in ENCODINGS}
+RAMP = {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.1}
+"""Both servers round the ends of YaRN's ramp unless `truncate` is false, which here makes a difference."""
+FINE = EncodingCase("yarn", stock("yarn", **RAMP), {"factor": FACTOR, **RAMP}, "yarn-fine")
+ROWS = {str(case): case for case in (*ENCODINGS, FINE)}
 FAMILY = {case.model_type: case for case in FAMILIES}
 
 
@@ -46,7 +49,7 @@ N, F, P, X = NATIVE, FACTORS, PLUGIN, IMPOSSIBLE
 VERDICTS = [
     # target: transformers, vllm, sglang, llama.cpp
     (None, ("none", "linear", "ntk", "abf"), (N, N, N, N)),
-    (None, ("yarn", "llama3"), (N, N, N, F)),
+    (None, ("yarn", "yarn-fine", "llama3"), (N, N, N, F)),
     (None, ("yarn-attention", "yarn-options"), (N, F, F, F)),
     (None, ("yarn-turns", "ntk_by_parts", "resonance", "power", "p_rope", "clipped", "nope"), (F, F, F, F)),
     (None, ("logn(ntk)", "xpos", "drope", "longrope-start", "short_original(yarn)"), (P, X, X, X)),
@@ -86,19 +89,6 @@ def test_what_servers_multiply_is_given_undivided() -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_the_ends_of_yarn_s_ramp_reach_the_servers(tmp_path: Path, to: str) -> None:
-    """Both servers round the ends of the ramp unless `truncate` is false."""
-    ramp = {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.1}
-    fine, rounded = (rx.encoding("yarn", factor=FACTOR, **{**ramp, "truncate": t}) for t in (False, True))
-    assert not torch.equal(fine.inv_freq(SHAPE), rounded.inv_freq(SHAPE))
-    model = tiny_model(FAMILY["llama"])
-    with rx.patch_model(model, fine):
-        out = export(save(model, tmp_path / "saved"), tmp_path / "out", to, verify=False)
-    found = json.loads((out / "config.json").read_text())["rope_parameters"]
-    assert {key: found[key] for key in ("rope_type", *ramp)} == {"rope_type": "yarn", **ramp}
-
-
-@pytest.mark.parametrize("to", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     "name", ["yarn-attention", "yarn-options", "ntk_by_parts", "longrope-static", "p_rope"]
 )
@@ -129,7 +119,7 @@ def test_servers_compute_the_table_from_the_form(name: str, to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-@pytest.mark.parametrize("name", ["yarn-attention", "linear", "p_rope"])
+@pytest.mark.parametrize("name", ["yarn-attention", "yarn-fine", "linear", "p_rope"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_servers_are_given_the_form_and_stock_transformers_computes_it(
     tmp_path: Path, family: str, name: str, to: str
@@ -207,16 +197,11 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_an_export_is_verified(tmp_path: Path) -> None:
-    directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
-    assert export(directory, tmp_path / "out").is_dir()
-
-
-@pytest.mark.slow
-def test_an_export_that_reads_otherwise_does_not_appear(
+def test_an_export_is_verified_and_one_that_reads_otherwise_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
+    assert export(directory, tmp_path / "out").is_dir()
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
     monkeypatch.setattr("rope_extend.checkpoint.exporting._stock_computes", lambda *_, **__: True)
     monkeypatch.setattr("rope_extend.checkpoint.exporting.plain_config", lambda data: {**data, **plain})
@@ -237,9 +222,7 @@ def test_the_key_of_another_encoding_is_left_out(tmp_path: Path) -> None:
 
 def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
     tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    rx.extend(model, TARGET, "ntk_by_parts")
-    model = with_lora(model)
+    model = tuned(tmp_path / "base", "ntk_by_parts")
     output = rx.export(save(model, tmp_path / "adapter"), tmp_path / "out", verify=False)
     assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(output).eval()), logits(model))
     assert not list(output.glob("tmp*"))

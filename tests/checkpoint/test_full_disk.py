@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from covering import few
-from integrity import Fault, contents, extended, logits, watching, with_lora
+from integrity import Fault, contents, extended, logits, tuned, watching
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -30,7 +30,7 @@ def writes(kind: str, checkpoints: Path) -> Callable[[Path], Any]:
         model = extended("linear")
         return lambda target: rx.save(model, target, tokenizer, overwrite=True, max_shard_size="50KB")
     if kind == "adapter":
-        adapted = with_lora(extended("linear", AutoModelForCausalLM.from_pretrained(checkpoints / "base")))
+        adapted = tuned(checkpoints / "base", "linear")
         return lambda target: rx.save(adapted, target, overwrite=True)
     if kind == "merge":
         return lambda target: rx.merge(checkpoints / "adapter", target, overwrite=True)

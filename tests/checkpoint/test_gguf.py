@@ -14,7 +14,7 @@ import torch
 from cases import ENCODINGS, FACTOR, TARGET, TRAINED, EncodingCase, FamilyCase, divisors, llama, tiny_model
 from cases import plain as plain_table
 from gguf_writer import converted
-from integrity import with_lora
+from integrity import tuned
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
@@ -196,10 +196,8 @@ def test_an_export_is_a_directory_with_the_file_and_the_record(tmp_path: Path) -
 def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path: Path) -> None:
     """A file of the base model would be exported without the adapter, and nobody would notice."""
     llama().save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    source = converted(model, tmp_path / "base.gguf")
-    with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
-        adapter = save(with_lora(model), tmp_path / "adapter")
+    source = converted(llama(), tmp_path / "base.gguf")
+    adapter = save(tuned(tmp_path / "base"), tmp_path / "adapter")
     with pytest.raises(RopeExtendError, match=r"this is an adapter, and base\.gguf keeps its weights"):
         export(adapter, tmp_path / "out", "llama.cpp", gguf=source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "base.gguf"]

@@ -17,6 +17,7 @@ from integrity import (
     KINDS,
     RECORD,
     each,
+    flip,
     named,
     refused,
     rewritten,
@@ -62,10 +63,9 @@ def cut(keep: float | None, directory: Path) -> None:
 
 
 def flipped(where: float, directory: Path) -> None:
-    data = bytearray(weights_of(directory).read_bytes())
+    data = weights_of(directory).read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    data[start + int(where * (len(data) - 1 - start))] ^= 0b1000
-    weights_of(directory).write_bytes(data)
+    flip(weights_of(directory), start + int(where * (len(data) - 1 - start)))
 
 
 def exchanged(change: str, directory: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cases import TARGET, llama
-from integrity import logits, rewritten, with_lora
+from cases import llama
+from integrity import extended, logits, rewritten, tuned
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
@@ -30,12 +30,6 @@ def clients(tmp_path: Path) -> Path:
     """A directory whose name nobody should read, with a base model in it."""
     llama().save_pretrained(tmp_path / "clients" / "base")
     return tmp_path / "clients"
-
-
-def loaded(base: Path | str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    rx.extend(model, TARGET)
-    return model
 
 
 def fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -70,8 +64,8 @@ def said(text: str) -> dict[str, set[str]]:
 def test_full_checkpoints_hold_no_local_path(
     clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rx.save(loaded(clients / "base"), tmp_path / "full")
-    rx.save(with_lora(loaded(clients / "base")), clients / "adapter")
+    rx.save(extended(model=AutoModelForCausalLM.from_pretrained(clients / "base")), tmp_path / "full")
+    rx.save(tuned(clients / "base"), clients / "adapter")
     caplog.clear()
     rx.merge(clients / "adapter", tmp_path / "merged")
     export(clients / "adapter", tmp_path / "exported", verify=False)
@@ -87,7 +81,7 @@ def test_full_checkpoints_hold_no_local_path(
 def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
     clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = rx.save(with_lora(loaded(clients / "base")), tmp_path / "adapter")
+    adapter = rx.save(tuned(clients / "base"), tmp_path / "adapter")
     expected = {"adapter_config.json": {"base_model_name_or_path"}, "rope_extend.json": {"base_model"}}
     assert named(adapter) == expected
     assert said(caplog.text) == expected
@@ -97,7 +91,7 @@ def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
     write_record(adapter, replace(read_record(adapter), base_model="base"))
     rewritten(adapter / "adapter_config.json", lambda data: {**data, "base_model_name_or_path": "base"})
     assert named(adapter) == {}
-    expected_logits = logits(with_lora(loaded("base")))
+    expected_logits = logits(tuned("base"))
     assert torch.equal(logits(rx.load(adapter)), expected_logits)
     AutoPeftModelForCausalLM.from_pretrained(adapter)
 
@@ -108,7 +102,7 @@ def test_a_name_that_is_given_replaces_the_local_path(
     relative: bool,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    model = with_lora(loaded("clients/base" if relative else clients / "base"))
+    model = tuned("clients/base" if relative else clients / "base")
     adapter = rx.save(model, tmp_path / "adapter", base_model="owner/base")
     assert named(adapter) == {}
     config = json.loads((adapter / "adapter_config.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, TRAINED, llama
-from integrity import contents, logits, tensors_of, with_lora
+from integrity import contents, logits, tensors_of, tuned
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_but_rounding
@@ -111,9 +111,7 @@ def test_shards_of_the_base_and_of_the_result(tmp_path: Path) -> None:
 @pytest.fixture
 def adapter(work: Path, tmp_path: Path) -> Path:
     """An adapter on the tiny model with a tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    rx.extend(model, TARGET)
-    return rx.save(with_lora(model), tmp_path / "adapter")
+    return rx.save(tuned(work / "model"), tmp_path / "adapter")
 
 
 def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path) -> None:

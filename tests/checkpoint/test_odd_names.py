@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import few
-from integrity import extended, logits, with_lora
+from integrity import logits, tuned
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +29,7 @@ ODD = [
 def test_a_directory_may_have_any_name(checkpoints: Path, tmp_path: Path, name: str) -> None:
     where = tmp_path / name
     base = Path(shutil.copytree(checkpoints / "base", where / f"base {name}"))
-    model = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(base)))
+    model = tuned(base)
     expected = logits(model)
     adapter = rx.save(model, where / name)
     assert torch.equal(logits(rx.load(adapter)), expected)

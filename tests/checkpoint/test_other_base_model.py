@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import COMMON, llama
-from integrity import RECORD, extended, logits, refused, rewritten, with_lora
+from integrity import RECORD, extended, logits, other_weights, refused, rewritten, tuned, with_lora
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,9 +28,7 @@ def test_a_base_model_that_was_exchanged_under_its_name_is_refused(checkpoints: 
     write_record(adapter, replace(read_record(adapter), base_model=str(where / "base")))
     expected = logits(rx.load(checkpoints / "adapter"))
     assert torch.equal(logits(rx.load(adapter)), expected)
-    other = llama()
-    other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
-    other.save_pretrained(where / "base")
+    other_weights(llama()).save_pretrained(where / "base")
     for name in ("load", "merge", "export", "verify"):
         refused(adapter, r"was trained on .* has other weights", by=name)
     assert not torch.equal(logits(rx.load(adapter, check_base=False)), expected)
@@ -53,8 +51,7 @@ def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
     unchecked = "so it cannot be checked which base model an adapter belongs to"
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(checkpoints / "base", dtype=torch.float16).save_pretrained(half)
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)))
-    adapter = rx.save(adapted, tmp_path / "adapter")
+    adapter = rx.save(tuned(half), tmp_path / "adapter")
     # If the base model itself is in float16, it is recognised in any dtype.
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         rx.load(adapter, dtype=dtype)
@@ -65,9 +62,7 @@ def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
     assert caplog.text.count(unchecked) == 1
     with pytest.raises(RopeExtendError, match=r"has other weights .*give the former as base_model="):
         rx.merge(checkpoints / "adapter", tmp_path / "other", base_model=str(half))
-    other = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float16)
-    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
-    other.save_pretrained(half)
+    other_weights(AutoModelForCausalLM.from_pretrained(half, dtype=torch.float16)).save_pretrained(half)
     refused(adapter, "has other weights", by="merge")
     with pytest.raises(RopeExtendError, match="has other weights"):
         rx.load(adapter, dtype=torch.float32)
@@ -116,8 +111,7 @@ def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:
     """transformers silently fills in 10,000, but this model was pretrained with another base."""
     theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     llama(**theta).save_pretrained(tmp_path / "base")
-    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
-    adapter = rx.save(adapted, tmp_path / "adapter")
+    adapter = rx.save(tuned(tmp_path / "base"), tmp_path / "adapter")
     rx.load(adapter)
     rewritten(
         tmp_path / "base" / "config.json", lambda data: data["rope_parameters"].pop("rope_theta") and None

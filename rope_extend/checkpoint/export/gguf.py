@@ -22,7 +22,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +113,8 @@ def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, archi
     )
 
 
-def annotate(source: str | PathLike[str], output: str | PathLike[str], record: Record) -> Path:
+def annotate(path: Path, target: Path, record: Record) -> Path:
     """Write a copy of a converted GGUF file that has the recorded encoding; returns its path."""
-    path, target = Path(source), Path(output)
     advice = "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
     with one_error(f"cannot read {path} as GGUF", advice):
         metadata = gguf_metadata(path)
@@ -200,10 +198,8 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
         with open_weights(file) as weights:
             for name in weights.keys():  # noqa: SIM118 - it is no mapping
                 inner, _, suffix = name.rpartition(".")
-                tensor, shape = (
-                    stored.get(f"{names.get_name(inner)}.{suffix}"),
-                    weights.get_slice(name).get_shape(),
-                )
+                tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
+                shape = weights.get_slice(name).get_shape()
                 if tensor is None or len(shape) != 2:
                     continue
                 columns, rows = map(int, tensor.shape)
