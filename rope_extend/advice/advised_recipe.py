@@ -73,12 +73,12 @@ class Work:
         return replace(self, gpu=str(gpu), hours=hours)
 
 
-def first_fields(question: Question, data: str | None) -> dict[str, Any]:
+def first_fields(question: Question) -> dict[str, Any]:
     """The recipe for long blocks, before memory and hours are known."""
     name, target = Path(question.model).name or "model", question.target
     fields: dict[str, Any] = {
         "model": question.model,
-        "data": data or BOOKS,
+        "data": question.data[0] if len(question.data) == 1 else question.data or BOOKS,
         "output_dir": f"runs/{name}-{format_length(target)}-yarn",
         "target_length": target,
         **({"trained_length": question.stated} if question.stated else {}),
@@ -89,7 +89,7 @@ def first_fields(question: Question, data: str | None) -> dict[str, Any]:
         "gradient_accumulation": sequences_per_step(target),
         "dtype": "bfloat16",
     }
-    if data is None:
+    if not question.data:
         reached = {"eval_lengths": (LONGEST_BOOKS,)} if target > LONGEST_BOOKS else {}
         fields |= {
             "eval_data": BOOKS, "eval_split": "test", **reached, "eval_documents": 8, "eval_every": 50,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from shlex import quote
@@ -23,11 +23,11 @@ from rope_extend.advice.advice import (
 )
 from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, work
 from rope_extend.advice.question import (
-    LONG_TEXTS,
     STANZA_LONGEST,
     STANZA_ORIGINAL,
     CurrentWindow,
     Question,
+    data_flags,
     window_of_config,
 )
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -70,7 +70,7 @@ def advise(
     *,
     gpu: str | None = None,
     engine: str | None = None,
-    data: str | None = None,
+    data: str | Sequence[str] | None = None,
     trained_length: int | None = None,
     train: bool = False,
 ) -> Advice:
@@ -82,7 +82,7 @@ def advise(
         gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default an H100. Several are
             written `8xh100`.
         engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
-        data: long documents for the recipe; by default PG-19, which are books.
+        data: long documents for the recipe, from one source or several; by default PG-19, which are books.
         trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
         train: advise training, because methods without training were measured and are not good enough.
 
@@ -104,19 +104,19 @@ def advise(
     if trained_length is not None and trained_length > window.tokens:
         said = f"you say so, and its config says {format_length(window.tokens)}"
         window = replace(window, tokens=trained_length, source=said)
-    done = _nothing_to_do(name, config.model_type, window, target, trained_length, data)
-    if done is not None:
+    texts = (data,) if isinstance(data, str) else tuple(data or ())
+    if done := _nothing_to_do(name, config.model_type, window, target, trained_length, texts):
         return done
     found = info(name, trained_length=trained_length)
     # `info` takes scaling that was added by hand for untrained.
     trained = window.scaled and found.start == CURRENT and target > window.tokens > found.shape.trained_length
     question = Question(
         name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
-        current_table(empty_model(name), trained_length) if trained else None, data,
+        current_table(empty_model(name), trained_length) if trained else None, texts,
     )  # fmt: skip
     if window.stanza and target <= STANZA_LONGEST and trained_length is None and not train:
         return _by_the_makers(question)
-    return _train(question, device, data, untrained_first=not train)
+    return _train(question, device, untrained_first=not train)
 
 
 def _nothing_to_do(
@@ -125,7 +125,7 @@ def _nothing_to_do(
     window: CurrentWindow,
     target: int,
     trained_length: int | None,
-    data: str | None,
+    data: tuple[str, ...],
 ) -> Advice | None:
     """The advice for a model that needs no extension, or cannot use one; None for others."""
     local = f"No layer attends to more than {window.local:,} tokens" if window.local else ""
@@ -138,10 +138,8 @@ def _nothing_to_do(
         if local:
             reason += f" {local} at a time, so far tokens act through several layers only."
         stated = f" --trained-length {format_length(trained_length)}" if trained_length else ""
-        measure = (
-            f"rope-extend evaluate {quote(name)} --lengths {format_length(target)}{stated} "
-            f"--data {quote(data or LONG_TEXTS)} --output as-it-is"
-        )
+        what = f"--lengths {format_length(target)}{stated} {data_flags(data)}"
+        measure = f"rope-extend evaluate {quote(name)} {what} --output as-it-is"
         return Advice(name, model_type, window, target, READS_ALREADY, reason, commands=(measure,))
     if local:
         reason = (
@@ -172,9 +170,9 @@ def _by_the_makers(question: Question) -> Advice:
     )  # fmt: skip
 
 
-def _train(question: Question, gpu: Gpu, data: str | None, *, untrained_first: bool) -> Advice:
+def _train(question: Question, gpu: Gpu, *, untrained_first: bool) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
-    fields, memory, no_short_blocks = fit(first_fields(question, data), question.extended, gpu)
+    fields, memory, no_short_blocks = fit(first_fields(question), question.extended, gpu)
     amount = work(fields, memory, gpu) if memory.fits else None
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}

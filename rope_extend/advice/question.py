@@ -25,6 +25,11 @@ LONG_TEXTS = "path/to/long/documents"
 """Stands for what was not given."""
 
 
+def data_flags(data: tuple[str, ...]) -> str:
+    """`--data` for each of the texts that were given."""
+    return " ".join(f"--data {quote(each)}" for each in data or (LONG_TEXTS,))
+
+
 @dataclass(frozen=True)
 class CurrentWindow:
     """What a checkpoint reads without any change.
@@ -100,7 +105,7 @@ class Question:
     quantized: bool
     current: CurrentTable | None = None
     """The table to start from, if the model was trained under scaling."""
-    data: str | None = None
+    data: tuple[str, ...] = ()
     """Long documents, if some were given."""
 
     @property
@@ -164,7 +169,7 @@ class Question:
         window, target = format_length(self.extended), format_length(self.target)
         stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
         named = f"--methods {','.join(methods)}"
-        data = "--data " + ("path/to/other/documents" if run else quote(self.data or LONG_TEXTS))
+        data = data_flags(("path/to/other/documents",) if run else self.data)
         model, output = quote(self.model), run or "untrained"
         adapter = f" {quote(run)}" if run else ""
         control = f" {quote(f'{run}-control')}" if run else ""

@@ -88,13 +88,7 @@ def export(
         raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
     if adapter:
         refuse_base_model(target, base_model or record.base_model)
-    form = _checked_form(record, target, to, file)
-    if file is not None and adapter:
-        raise RopeExtendError(
-            f"this is an adapter, and {file.name} keeps its weights, so the adapter's would be missing. "
-            "Merge it first (rope-extend merge), convert the merged directory with llama.cpp's "
-            "convert_hf_to_gguf.py, and export that directory with the new file"
-        )
+    form = _checked_form(record, target, to, file, source if adapter else None)
     # What is merged first lies next to the export, so that its weights can be linked.
     with (
         staged(target, overwrite=overwrite) as staging,
@@ -118,7 +112,7 @@ def export(
     return target
 
 
-def _checked_form(record: Record, target: Path, to: str, file: Path | None) -> Support:
+def _checked_form(record: Record, target: Path, to: str, file: Path | None, adapter: Path | None) -> Support:
     """How a target computes the recorded encoding; refused if it does not, or if arguments do not fit."""
     # The architecture of the GGUF file decides whether it can hold a table; the family is only a guess at it.
     form = support(
@@ -129,6 +123,12 @@ def _checked_form(record: Record, target: Path, to: str, file: Path | None) -> S
         raise RopeExtendError(
             f"{record.encoding} of a {record.model_type} model cannot be exported to {to}: {form.reason}; "
             f"{_LOAD}, or see rope-extend export --support"
+        )
+    if adapter and TARGETS[to].reads == "gguf":
+        raise RopeExtendError(
+            f"this is an adapter, and {to} reads a GGUF file, which has none of its weights. Merge it first "
+            f"(rope-extend merge {str(adapter)!r} --output MERGED), convert MERGED with llama.cpp's "
+            "convert_hf_to_gguf.py, and export MERGED with the new file"
         )
     if file is None and TARGETS[to].reads == "gguf":
         raise RopeExtendError(

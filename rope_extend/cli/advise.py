@@ -43,8 +43,8 @@ def _advise_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", type=gpu, metavar="GPU", help=text)
     text = f"add how to serve the result: {', '.join(TARGETS)}"
     add("--engine", type=export_target, metavar="ENGINE", help=text)
-    text = "long documents to train on (default: PG-19 from the hub, which are books)"
-    add("--data", metavar="PATH", help=text)
+    text = "long documents to train on; may be given several times (default: PG-19 from the hub, books)"
+    add("--data", action="append", metavar="PATH", help=text)
     add("--train", action="store_true", help="advise training: methods without it are not good enough")
     add_output(parser, "FILE", "write the recipe to this file")
     add_json(parser)
@@ -85,7 +85,7 @@ def advise(arguments: argparse.Namespace) -> None:
         return
     print(in_flags(describe(advice, written), {"train": "--train", "data": "--data"}))
     if advice.memory and arguments.gpu is None:
-        print("\nmemory and time are those of an H100, because no --gpu is given")
+        print("\nmemory and time are assumed for an H100 in bfloat16; for another GPU, give --gpu")
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:

@@ -227,7 +227,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompt = long_prompt(tokenizer, text, arguments.ask, most, chat="off" if arguments.no_chat else "auto")
     part = f"the first {prompt.used:,} of " if prompt.used < prompt.total else ""
     total = f"{arguments.file}: {part}{prompt.total:,} tokens"
-    print(f"{total}; prompt: {len(prompt.ids):,} tokens", file=sys.stderr)
+    print(f"{total}; whole prompt: {len(prompt.ids):,} of at most {most:,} tokens", file=sys.stderr)
     for label, model in subjects.models(before=not arguments.no_before):
         print(f"--- {label}", flush=True)
         show = partial(print, end="", flush=True)

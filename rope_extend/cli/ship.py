@@ -179,7 +179,7 @@ def push(arguments: argparse.Namespace) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("directory", type=checkpoint, help="an adapter, which is merged first, or a full checkpoint")
+    add("directory", type=checkpoint, help="an adapter, merged first but for llama.cpp, or a full checkpoint")
     text = f"{', '.join(TARGETS)} (default: transformers)"
     add("--to", type=export_target, default="transformers", metavar="TARGET", help=text)
     add_output(parser, "DIR", "directory of the export")

@@ -77,14 +77,13 @@ def long_prompt(
     kept, ids = text, ids_of(text)
     if len(ids) > most:
         # By characters: decoding a part of the tokens does not give the text back with every tokenizer.
-        sizes = range(0, len(text), max(1, len(text) // 4096))
-        fitting = bisect_right(sizes, most, key=lambda size: len(ids_of(text[:size])))
+        fitting = bisect_right(range(len(text)), most, key=lambda size: len(ids_of(text[:size])))
         if fitting < 2:
             raise RopeExtendError(
                 f"the question leaves no room for the text in a prompt of {most:,} tokens; ask a shorter "
                 "question, for a shorter answer, or give a longer target_length"
             )
-        kept = text[: sizes[fitting - 1]]
+        kept = text[: fitting - 1]
         ids = ids_of(kept)
     return LongPrompt(ids, tokens_of(kept), tokens_of(text))
 

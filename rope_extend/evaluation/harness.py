@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from lm_eval import evaluator, tasks
 from lm_eval._cli.harness import HarnessCLI
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -141,6 +143,17 @@ def _line_break(tokenizer: Any) -> int:
     return int(ids[-1])
 
 
+class _Tasks(tasks.TaskManager):  # type: ignore[misc]
+    """The tasks of the harness; names those that make no prompts, so no length changes them."""
+
+    def load(self, names: Any) -> Any:
+        loaded = super().load(names)
+        given = [name for name, task in loaded["tasks"].items() if not callable(task.config.custom_dataset)]
+        if given and "max_seq_lengths" in self.metadata:
+            logger.warning("--lengths is ignored by %s: it is for tasks like ruler", ", ".join(given[:9]))
+        return loaded
+
+
 def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequence[str]) -> None:
     """Run `lm-eval run` on a model, which the arguments of `ExtendedLM` name.
 
@@ -149,6 +162,9 @@ def run_harness(model: Mapping[str, Any], lengths: Sequence[int], words: Sequenc
     """
     if not {"--tasks", "-t", "--config", "-C"} & {word.partition("=")[0] for word in words}:
         raise RopeExtendError("lm-eval needs --tasks, such as --tasks ruler; `lm-eval ls tasks` lists them")
+    tasks.TaskManager = _Tasks
+    if not any((path / ".git").exists() for path in (Path.cwd(), *Path.cwd().parents)):
+        evaluator.get_git_commit_hash = lambda: None  # as found there, without git's complaint
     harness = HarnessCLI()
     arguments = harness._parser.parse_args(["run", *words])
     with tempfile.TemporaryDirectory() as directory:

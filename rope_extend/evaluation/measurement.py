@@ -291,17 +291,17 @@ class Measurement:
             return "nothing is missing: everything is measured"
 
         def timed(words: str, work: Sequence[Cell]) -> str:
-            return f"{words}, about {format_duration(sum(c.work for c in work))}" if self.plan else words
+            # On a CPU, forwards of stories260K (1 MB) take 3.5 (64 tokens) to 1.5 times (2k) their products.
+            how = "at least" if self.plan and self.plan.longest.weights < 50_000_000 else "about"
+            return f"{words}, {how} {format_duration(sum(c.work for c in work))}" if self.plan else words
 
         lines = []
         for kind, words in KINDS.items():
             if work := [cell for cell in cells if cell.kind == kind]:
                 rows = len({cell.row for cell in work})
-                lines.append(
-                    timed(f"{kind}: {counted(rows, 'row')}, {counted(len(work), *words)} in all", work)
-                )
-        lines.append(timed("in all", cells))
-        return "\n".join(lines)
+                what = f"{kind}: {counted(rows, 'row')}, {counted(len(work), *words)} in all"
+                lines.append(timed(what, work))
+        return "\n".join([*lines, timed("in all", cells)])
 
 
 def counted_by_row(cells: Iterable[Cell]) -> list[str]:

@@ -122,7 +122,7 @@ def run(
             _measured(measurement, store, cells)  # refuses damaged cells, before others are measured
         if (others := len(store.records) - len(finished)) > 0:
             logger.warning(
-                "%d finished cells in %s are of other rows or texts (--documents %s): not in this report",
+                "%d cells in %s are of other rows, texts (--documents %s), settings or versions: not used",
                 others, where, measurement.config.max_documents,
             )  # fmt: skip
         _measure_all(measurement, lm, mine, store, progress)

@@ -268,10 +268,10 @@ def _trainer(
         seed=recipe.seed,
         logging_steps=1,
         logging_nan_inf_filter=False,  # RopeTrainer has its own
-        save_steps=recipe.save_every or recipe.steps,
+        save_steps=recipe.save_every or 10**9,  # the last step is saved and evaluated anyway
         save_total_limit=recipe.keep_checkpoints,
         eval_strategy="steps" if run.data.held_out else "no",
-        eval_steps=recipe.eval_every or recipe.steps,
+        eval_steps=recipe.eval_every or 10**9,
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         dataloader_pin_memory=accelerator.device.type == "cuda",

@@ -60,8 +60,9 @@ def test_books_are_evaluated_at_windows_that_they_reach(
     (tmp_path / "recipe.yaml").write_text(advice.recipe_yaml())
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
     assert {name: getattr(recipe, name) for name in advice.recipe} == dict(advice.recipe)
-    own = advise(model, target, data="path/to/texts")
+    own = advise(model, target, data=["a", "b c"])
     assert not any("PG-19" in note for note in own.notes)
+    assert own.recipe["data"] == ("a", "b c")
 
 
 def test_operations_of_all_weights_are_two_for_each_weight_more(work: Path) -> None:

@@ -198,8 +198,9 @@ def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path
     llama().save_pretrained(tmp_path / "base")
     source = converted(llama(), tmp_path / "base.gguf")
     adapter = save(tuned(tmp_path / "base"), tmp_path / "adapter")
-    with pytest.raises(RopeExtendError, match=r"this is an adapter, and base\.gguf keeps its weights"):
-        export(adapter, tmp_path / "out", "llama.cpp", gguf=source)
+    for file in (source, None):
+        with pytest.raises(RopeExtendError, match=r"Merge it first \(rope-extend merge '\S+adapter' --"):
+            export(adapter, tmp_path / "out", "llama.cpp", gguf=file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "base.gguf"]
 
 

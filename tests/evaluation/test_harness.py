@@ -132,9 +132,11 @@ def test_without_bos_and_eos_a_text_begins_after_a_line_break(tmp_path: Path) ->
 @pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize("method", few([False, True], 1))
 def test_the_command_gives_the_number_of_our_evaluator(
-    method: bool, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    method: bool, adapter: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Its rolling log-likelihood is our protocol `disjoint`, on the same tokens after the same first one."""
+    monkeypatch.chdir(tmp_path)  # which is in no repository
     text = Path(json.scanner.__file__)
     (tmp_path / "task.yaml").write_text(TASK.format(
         name="mine", text=text, kind="loglikelihood_rolling", prompt='""', target='"{{text}}"',
@@ -147,7 +149,10 @@ def test_the_command_gives_the_number_of_our_evaluator(
           "--output_path", str(tmp_path / "out")])  # fmt: skip
     with pytest.raises(SystemExit):
         main(["lm-eval", *model, "--tasks", "no-such-task"])
-    assert "Tasks not found: no-such-task; `lm-eval ls" in capsys.readouterr().err
+    said = capfd.readouterr().err
+    assert "Tasks not found: no-such-task; `lm-eval ls" in said
+    assert "not a git repository" not in said
+    assert ("--lengths is ignored by mine" in caplog.text) == method
     (file,) = (tmp_path / "out").rglob("results*.json")
     theirs = math.log(json.loads(file.read_text())["results"]["mine"]["byte_perplexity,none"])
     tokenizer, content = AutoTokenizer.from_pretrained(MODEL_DIR), text.read_text(encoding="utf-8")
