@@ -39,11 +39,11 @@ from rope_extend.evaluation.evaluation_config import RetrievalConfig as Retrieva
 from rope_extend.evaluation.evaluation_config import StudyConfig as StudyConfig
 from rope_extend.evaluation.loss_computer import RunOptions as RunOptions
 from rope_extend.evaluation.output_directory import check_files as check_files
+from rope_extend.evaluation.past_training import reason_for_doubt as reason_for_doubt
 from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
 from rope_extend.evaluation.results import RetrievalResult as RetrievalResult
-from rope_extend.evaluation.trained_texts import was_trained_on as was_trained_on
 from rope_extend.evaluation.verdicts import verdict as verdict
 from rope_extend.models.families import supported_families as supported_families
 from rope_extend.patching import Patch as Patch
@@ -58,6 +58,7 @@ from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe
 from rope_extend.training.trainer import RopeTrainer as RopeTrainer
 from rope_extend.training.training_data import blocks as blocks
+from rope_extend.units import parse_length as parse_length
 from rope_extend.units import parse_lengths as parse_lengths
 
 __version__: str

@@ -34,15 +34,19 @@ def main(args: argparse.Namespace) -> None:
     output = rx.check_files(args.output, ("table.csv", "perplexity.svg"), overwrite=args.overwrite)
     lengths = rx.parse_lengths(args.lengths)
     base = args.base_model or rx.base_model_of(args.model)
+    untrained = args.method or Path(base) == Path(args.model).expanduser()
+    if untrained and args.control_adapter:
+        parser.error("--control-adapter is for a model that was trained, and without --method")
     window = rx.info(base).current_length
-    control = rx.current_patch(rx.load_any(args.control_adapter or base, base_model=base, empty=True))
-    if control and control.target_length > window:
-        parser.error(f"the control {args.control_adapter} was trained beyond the old window, {window}")
+    if args.control_adapter:
+        control = rx.current_patch(rx.load_any(args.control_adapter, base_model=base, empty=True))
+        if control.target_length != (window := control.shape.trained_length):
+            parser.error(f"the control {args.control_adapter} was not trained in the old window, {window}")
     if lengths[-1] > window:  # at its own window, both rows keep losses in the blocks of the control
         lengths = sorted({window, *lengths})
 
-    if seen := rx.was_trained_on(args.model, args.data):
-        print("The model was trained on some of these texts, so a gain on them would show nothing.")
+    if doubt := rx.reason_for_doubt(args.model, args.control_adapter, args.data):
+        print(f"This will decide nothing on {Path(args.model).name}, because {doubt}.")
     tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
     print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
@@ -95,12 +99,11 @@ def main(args: argparse.Namespace) -> None:
     if len(rows) < 2:
         print(f"No length exceeds the window of {window}.")
         return
-    untrained = args.method or Path(base) == Path(args.model).expanduser()
     same_training = True if args.control_adapter else None if untrained else False
     if same_training is False:
         print("The control is the model before training. For one that is trained, give --control-adapter.")
-    if seen:
-        print("Not decided: the model was trained on some of these texts. Measure others.")
+    if doubt:
+        print(f"Not decided on {Path(args.model).name}, because {doubt}.")
     else:
         print(rx.verdict(*rows.values(), same_training=same_training))
 

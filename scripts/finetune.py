@@ -38,11 +38,12 @@ parser.add_argument("--resume", action="store_true", help="continue from the lat
 
 
 def main(args: argparse.Namespace) -> None:
+    args.output = str(Path(args.output).expanduser())
     resumes = check_flags(args)
     set_seed(0)
     tokenizer = rx.load_tokenizer(args.model)
     empty = extended(args, tokenizer, empty=True)  # without weights, so that mistakes are found at once
-    length = rx.parse_lengths(args.block_length or args.target_length)[0]
+    length = rx.parse_length(args.block_length or args.target_length)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
     blocks = rx.blocks(documents, length, positions=args.positions, model=empty)
     given = settings_of_run(args, documents, resumes)
@@ -74,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
         print(f"saved an adapter in {args.output}")
         if args.method != "none":
-            print_next(args, model, length, settings.world_size)
+            print_next(args, model, length, trainer)
 
 
 def extended(args: argparse.Namespace, tokenizer: Any, *, empty: bool = False) -> Any:
@@ -83,7 +84,7 @@ def extended(args: argparse.Namespace, tokenizer: Any, *, empty: bool = False) -
     if isinstance(model, PeftModel):
         parser.error(f"{args.model} is an adapter. Merge it first")
     if args.method == "none":
-        target = rx.parse_lengths(args.target_length)[0]
+        target = rx.parse_length(args.target_length)
         rx.patch_model(model, rx.encoding("none"), target_length=target, tokenizer=tokenizer)
     else:
         rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
@@ -114,18 +115,21 @@ def settings_of_run(args: argparse.Namespace, documents: list[rx.Document], resu
     given = {**vars(args), **free, "text": rx.fingerprint(documents)}
     written = Path(args.output, "settings.json")
     before = json.loads(written.read_text()) if resumes and written.exists() else given
-    if changed := [f"{name} (was {before.get(name)})" for name in given if before.get(name) != given[name]]:
+    pairs = [(name, before.get(name, parser.get_default(name)), now) for name, now in given.items()]
+    if changed := [f"{name} (was {then})" for name, then, now in pairs if then != now]:
         parser.error(f"{args.output} has a run with other settings: {', '.join(changed)}; restore them, or "
                      "give another --output")  # fmt: skip
     return given
 
 
-def print_next(args: argparse.Namespace, model: Any, length: int, processes: int) -> None:
+def print_next(args: argparse.Namespace, model: Any, length: int, trainer: rx.RopeTrainer) -> None:
     """Print how to train the control on as many tokens, and how to evaluate both."""
     patch = rx.current_patch(model)
     window, control, script = patch.shape.trained_length, f"{args.output}-control", Path(sys.argv[0])
     evaluate = script.with_name("evaluate.py")
-    block, batch, steps = rx.as_many_tokens(window, length, args.batch_size * processes, args.steps)
+    blocks = args.batch_size * trainer.args.world_size
+    block, batch, _ = rx.as_many_tokens(window, length, blocks, args.steps)
+    steps = round(trainer.progress.tokens / (block * batch))  # a part may have run with other processes
     training = [
         "python", script, args.model, *args.data, "--method", "none", "--target-length", window,
         "--block-length", block, "--batch-size", batch, "--steps", steps,

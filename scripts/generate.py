@@ -4,6 +4,7 @@ python scripts/generate.py MODEL prompt.txt --method jet_long --target-length 32
 """
 
 import argparse
+from pathlib import Path
 
 from transformers import TextStreamer
 
@@ -22,9 +23,13 @@ parser.add_argument("--max-tokens", help="longest prompt (default: window less a
 def main(args: argparse.Namespace) -> None:
     if (args.method is None) != (args.target_length is None):
         parser.error("--method and --target-length belong together")
-    answer = rx.parse_lengths(args.max_new_tokens)[0]
+    answer = rx.parse_length(args.max_new_tokens)
     tokenizer = rx.load_tokenizer(args.model)
-    ids = rx.load_documents(args.prompt, tokenizer)[0].input_ids
+    if not Path(args.prompt).is_file():
+        parser.error(f"no file {args.prompt}")
+    (ids, *others) = [each.input_ids for each in rx.load_documents(args.prompt, tokenizer, max_documents=2)]
+    if others:
+        parser.error(f"{args.prompt} has several texts; give a file with one")
     if ids[-1] == tokenizer.eos_token_id:  # which would say that the text ends here
         ids = ids[:-1]
     for empty in (True, False):  # first without weights, so that mistakes are found before they are loaded
@@ -33,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
             rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
         patch = rx.current_patch(model)
         window = patch.target_length if patch else rx.info(model).current_length
-        most = rx.parse_lengths(args.max_tokens)[0] if args.max_tokens else window - answer
+        most = rx.parse_length(args.max_tokens) if args.max_tokens else window - answer
         if most < 1:
             parser.error(f"--max-new-tokens {answer} leaves no room in a window of {window} tokens")
     print(f"prompt: {f'the first {most:,} of ' if len(ids) > most else ''}{len(ids):,} tokens")

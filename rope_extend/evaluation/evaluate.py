@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import yaml
@@ -26,20 +25,23 @@ from rope_extend.evaluation.evaluation_config import (
 from rope_extend.evaluation.labels import from_here
 from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.output_directory import check_measurement
+from rope_extend.evaluation.past_training import (
+    TRAIN_THE_SHORTER,
+    difference,
+    reason_for_doubt,
+    settings_of,
+    trained_tokens,
+)
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import Measured, run
-from rope_extend.evaluation.trained_texts import settings_of, was_trained_on
-from rope_extend.evaluation.verdicts import TRAINED_ON_THEM, Decision, decide
+from rope_extend.evaluation.verdicts import Decision, decide
 from rope_extend.files import is_private, public_name
 from rope_extend.journal import only_writer
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
 from rope_extend.units import format_length
-
-SAME_TRAINING = ("learning_rate", "lora_rank", "lora_alpha", "lora_targets", "optim")
-"""Fields of a recipe that a fair control has too."""
 
 
 def evaluate(
@@ -134,11 +136,9 @@ def measure(
             check_measurement(directory, overwrite=overwrite, resume=resume)
         measured = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
         doubts = {
-            row.label: TRAINED_ON_THEM
-            if was_trained_on(row.adapter, config.data, config.split)
-            else _unequal(row, measured.rows)
+            row.label: reason_for_doubt(row.adapter, control, config.data, config.split)
             for row in measured.rows
-            if row.adapter
+            if row.adapter and (control := _trained_control(row, measured.rows)) != row.adapter
         }
         decision = decide(measured.rows, measured.unfinished, doubts)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
@@ -194,7 +194,9 @@ def _lead(
     failed = [
         each.label
         for each in decision.verdicts
-        if each.whole and not (found or each.doubt == TRAINED_ON_THEM or (each.gain.met and each.cost.met))
+        if each.whole
+        and not (found or (each.gain.met and each.cost.met))
+        and (not each.doubt or each.doubt.endswith(TRAIN_THE_SHORTER))
     ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
         if (control := _trained_control(row, measured.rows)) and (
@@ -218,38 +220,23 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
-        tokens, losses = _trained(str(row.adapter))
+        tokens, losses = trained_tokens(str(row.adapter))
         if tokens:
             fell = ""
-            if (part := len(losses) // 4) > 1:
-                from scipy.stats import ttest_ind  # takes a second
-
+            if (part := len(losses) // 4) > 4:
                 third, last = losses[-2 * part : -part], losses[-part:]
-                less = ttest_ind(third, last, equal_var=False, alternative="greater").pvalue < 0.025
+                less = fmean(third) - fmean(last) > 2 * math.sqrt((variance(third) + variance(last)) / part)
                 fell = f"; its loss was {fmean(third):.3f} in the third quarter of the steps, then "
                 fell += f"{fmean(last):.3f}, {'so it still fell' if less else 'no clear fall'}"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
-        if differs := _unequal(row, rows):
+        if (control := _trained_control(row, rows)) and (differs := difference(str(row.adapter), control)):
             notes.append(f"{differs[0].upper()}{differs[1:]}.")
     return [Section("Training", notes=notes)] if notes else []
 
 
-def _unequal(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> str:
-    """How the training of a row's control differs from its own, as far as their files say; else empty."""
-    control = _trained_control(row, rows)
-    if control in (None, row.adapter):
-        return ""
-    tokens, other = (_trained(str(each))[0] for each in (row.adapter, control))
-    if tokens and other and abs(tokens / other - 1) > 0.02:
-        return f"its control was trained on {other:,} tokens: train the shorter longer"
-    own, its = (settings_of(str(each), "recipe.yaml") for each in (row.adapter, control))
-    names = [name for name in SAME_TRAINING if own and its and own.get(name) != its.get(name)]
-    return f"its control was trained with another {', '.join(names)}" if names else ""
-
-
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
     """The commands that train an adapter and its control on twice as many tokens; empty without recipes."""
-    lines, runs = list[str](), {run: _trained(run)[0] for run in (str(adapter), control)}
+    lines, runs = list[str](), {run: trained_tokens(run)[0] for run in (str(adapter), control)}
     most = 2 * max(runs.values())
     for trained, tokens in runs.items():
         if tokens and (steps := settings_of(trained, "recipe.yaml").get("steps")):
@@ -257,16 +244,6 @@ def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> s
             more = f"--resume --steps {round(steps * most / tokens)}"
             lines.append(f"rope-extend finetune {file} --output {output} {more}")
     return "\n".join(lines) if len(lines) == 2 else ""
-
-
-def _trained(adapter: str) -> tuple[int, list[float]]:
-    """The number of tokens that a run was trained on, and its losses; 0 and none if no metrics say it."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):
-        text = (Path(adapter) / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-        tokens = max(int(line.get("tokens", 0)) for line in lines)
-        return tokens, [float(line["loss"]) for line in lines if "loss" in line]
-    return 0, []
 
 
 def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
@@ -280,7 +257,9 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
         recipe = settings_of(adapter, "recipe.yaml")
         own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
         own *= recipe["block_length"] or recipe["target_length"]
-        recipe["gradient_accumulation"] *= max(1, round(_trained(adapter)[0] / own))  # of more processes
+        recipe["gradient_accumulation"] *= max(
+            1, round(trained_tokens(adapter)[0] / own)
+        )  # of more processes
         if changes := control_flags(recipe, window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
     flags = f"--method none --target-length {window} --trained-length {window} --block-length {window} "

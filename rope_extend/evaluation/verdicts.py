@@ -19,7 +19,6 @@ MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
 _ALLOWED = f"{100 * MOST_COST - 100:.0f} %"
 UNMEASURED = "not measured (report: --tasks, evaluate: --retrieval-lengths)"
-TRAINED_ON_THEM = "it was trained on these texts: measure others, which it has not seen"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
 
@@ -95,7 +94,7 @@ def decide(
         rows: what was measured, with the control whose context is cropped.
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
-        doubts: why the perplexity of a row shows nothing, as `TRAINED_ON_THEM`, by its label; or empty.
+        doubts: why the perplexity of a row shows nothing, by its label: `reason_for_doubt`, or empty.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
@@ -166,6 +165,8 @@ def _sentence(
     whole, more = [each for each in ranked if each.whole], ""
     trained = {row.label for row in rows if _is_trained(row)}
     asked = [each for each in whole if each.label in trained] or whole  # others show nothing about training
+    fair = [each for each in asked if not each.doubt]
+    asked = fair if (compared := 0 < len(fair) < len(asked)) else asked
     undecided, train = [each for each in asked if each.success is None], False
     failed = {
         each.label: ", ".join(name for name, one in zip(criteria, each[1:4], strict=True) if one.met is False)
@@ -207,6 +208,7 @@ def _sentence(
     if asked and asked[0].label in finite and (len(whole) > 1 or unfinished):
         among = "with training" if asked is not whole else "that are wholly measured"
         among = "extended rows" if asked[0] is ranked[0] else f"rows {among}"
+        among = "rows that can be compared" if compared else among
         nearest = f" Of the {among}, {asked[0].label} has the lowest perplexity"
         nearest += f", and fails: {fails}." if (fails := failed[asked[0].label]) else "."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)

@@ -113,13 +113,13 @@ def _finding(rows: Sequence[Any], controls: Mapping[int, Any]) -> tuple[Any, str
         return not (finite and gain.clear and gain.nats < 0) or weak, gain.nats if finite else math.inf
 
     extended = [row for row in rows if row.is_extended] or rows
+    several = len({id(controls[id(row)]) for row in rows}) > 1
     rows = [row for row in extended if row.adapter and id(row) not in alone] or extended
     gain, row = min(((row.result.against(controls[id(row)].result)[-1], row) for row in rows), key=rank)
     control = controls[id(row)].result
     beyond = f"beyond {format_length(control.window)}"
     label = row.label if len(row.label) <= 30 else f"{row.label[:29]}…"
     before = " before training" if id(row) in alone else ""
-    several = len({id(controls[id(each)]) for each in rows}) > 1
     compared = "each compared with its own control" if several else WITH_CROPPED
     subtitle = f"{compared}{before}; {counted(gain.documents, 'document')}; thick line: {label}"
     if before and gain.nats < 0:

@@ -195,7 +195,8 @@ def test_loss_by_position_says_what_a_longer_context_gives(drawn, tmp_path: Path
     tuned = replace(at("tuned", 0.2), adapter="b")
     plots.plot_loss_by_position([control, trained, tuned, at("gain", -0.1)], tmp_path / "j.png")
     axes = drawn.pop().axes
-    assert any("thick line: tuned" in text.get_text() for text in axes.texts)
+    (said,) = (" ".join(text.get_text().split()) for text in axes.texts if "thick" in text.get_text())
+    assert said == "each compared with its own control; 3 documents; thick line: tuned"
     assert axes.get_title(loc="left") == "tuned: 18.7 % higher perplexity beyond 32"
 
 

@@ -19,12 +19,13 @@ from test_verdicts import CONTROL, PLAIN, cropped, judged
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.evaluation import running, verdicts
-from rope_extend.evaluation.evaluate import _control_command, _lead, _unequal
+from rope_extend.evaluation.evaluate import _control_command, _lead
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
+from rope_extend.evaluation.past_training import difference
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.running import Measured
-from rope_extend.evaluation.verdicts import TRAINED_ON_THEM, decide
+from rope_extend.evaluation.verdicts import decide
 from rope_extend.training.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -140,7 +141,7 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         main(shlex.split(line)[1:])
         assert "2 steps, 384 tokens" in capsys.readouterr().out
     rows[2] = tuned
-    fell = "".join(f'{{"loss": {loss}}}\n' for loss in (3, 3, 3, 3, 2.02, 1.98, 1.52, 1.48))
+    fell = "".join(f'{{"loss": {loss}}}\n' for loss in [3] * 12 + [1.9, 2.1] * 3 + [1.4, 1.6] * 3)
     for name, lines in (("my run-control", '{"tokens": 576}\n'), ("my run", fell)):
         with Path(f"{name}/metrics.jsonl").open("a") as metrics:
             metrics.write(lines)
@@ -151,11 +152,11 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
         "Its control was trained on 576 tokens: train the shorter longer.",
     ]
     Path("my run-control/metrics.jsonl").write_text('{"tokens": 384}')
-    assert not _unequal(tuned, rows)
+    assert not difference("my run", "my run-control")
     recipe = Path("my run-control/recipe.yaml")
     before = recipe.read_text()
     recipe.write_text(f"{before}\nlearning_rate: 0.5\n")
-    why = _unequal(tuned, rows)
+    why = difference("my run", "my run-control")
     recipe.write_text(before)
     assert why == "its control was trained with another learning_rate"
     for some in (rows, [*rows[:2], replace(tuned, result=judged("run", 1.2).result), rows[3]]):
@@ -181,25 +182,31 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     for data in (whole, f"{whole}/a.txt", str(work), str(links), f"{whole}-of-others", "demo:evaluation"):
         trained = "others" not in data and "demo" not in data
         for adapter in ("my run", "my run/checkpoints/checkpoint-1", "by a script/checkpoint-50"):
-            assert rx.was_trained_on(adapter, ("no/such", data)) == trained
-    assert not rx.was_trained_on("elsewhere", whole)
+            assert bool(rx.reason_for_doubt(adapter, None, ("no/such", data))) == trained
+    assert not rx.reason_for_doubt("elsewhere", None, whole)
+    known = rx.reason_for_doubt("by a script", None, whole)
+    assert rx.reason_for_doubt("elsewhere", "by a script", whole) == known.replace("it", "its control", 1)
     Path("my run/recipe.yaml").write_text("{data: user/texts, split: 'test[:10%]'}")
     for data, split in product(("user/texts", ("user/texts:default",), "user/others"), ("test", "train")):
-        assert rx.was_trained_on("my run", data, split) == (data != "user/others" and split == "test")
+        assert bool(rx.reason_for_doubt("my run", None, data, split)) == (
+            data != "user/others" and split == "test"
+        )
     for damaged in ("{data: true}", "{data: [null, 5]}", "{data: 2024-01-01, split: [1]}", "{", "[]"):
         Path("my run/recipe.yaml").write_text(damaged)
-        assert not rx.was_trained_on("my run", whole)
-    decision = decide(rows, (), {"run": TRAINED_ON_THEM})
-    known = f"I{TRAINED_ON_THEM[1:]}."
-    assert decision.section.lead == f"Not decided on run. {known}"
+        assert not rx.reason_for_doubt("my run", None, whole)
+    decision = decide(rows, (), {"run": known})
+    assert decision.section.lead == f"Not decided on run. I{known[1:]}."
     assert "but it was trained on these texts" in decision.verdicts[0].gain.words
     # Then no training is advised, with a control or without, nor if the row is worse than it.
     for some in (rows, [PLAIN, CONTROL, tuned], [PLAIN, CONTROL, judged("run", 1.2, 1.0, "my run")]):
-        decision = decide(some, (), {"run": TRAINED_ON_THEM})
+        decision = decide(some, (), {"run": known})
         assert known.partition(": ")[2] in decision.section.lead
         assert len(_lead(config, Measured(some, []), decision, str)) == 1
+    fair = replace(judged("fair", 0.95, short=1.0), adapter="elsewhere", target_length=64)
+    lead = decide([*rows, fair], (), {"run": known}).section.lead
+    assert lead.startswith("Not decided on fair")  # not on the lower perplexity of what it was trained on
     broken = replace(judged("run", math.nan), adapter="my run")
-    lead = decide([PLAIN, CONTROL, judged("yarn", 0.9), broken], (), {"run": TRAINED_ON_THEM}).section.lead
+    lead = decide([PLAIN, CONTROL, judged("yarn", 0.9), broken], (), {"run": known}).section.lead
     assert "run: ." not in lead
 
 

@@ -84,10 +84,19 @@ MISTAKES = {
         "already holds table.csv; use another directory, or --overwrite",
     ),
     "short text": (f"{EVALUATE} MODEL DATA --lengths 4k", "no document of at least 4,096 tokens"),
-    "a control": (f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND", "beyond the old window"),
+    "a control": (
+        f"{EVALUATE} BEYOND DATA --lengths 64 --base-model MODEL --control-adapter BEYOND",
+        "was not trained in the old window, 32",
+    ),
+    "no training": (
+        f"{EVALUATE} MODEL DATA --lengths 64 --control-adapter BEYOND",
+        "a model that was trained",
+    ),
     "no documents": (f"{EVALUATE} MODEL DATA --lengths 64 --documents 0", "--documents must be at least 1"),
     "a model": (f"{GENERATE} MODELx DATA/a.txt", "Did you mean"),
-    "a file": (f"{GENERATE} MODEL DATA/b", "nothing to read: no file matches"),
+    "a file": (f"{GENERATE} MODEL DATA/b", "no file "),
+    "texts": (f"{GENERATE} MODEL DATA", "no file "),
+    "lengths": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 3,8", "not a length in tokens: '3,8'"),
     "no answer": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 0", "not a length in tokens: '0'"),
     "no room": (f"{GENERATE} MODEL DATA/a.txt --max-new-tokens 2k", "no room in a window of 32 tokens"),
     "no window": (f"{GENERATE} MODEL DATA/a.txt --method yarn", "belong together"),
@@ -152,13 +161,14 @@ def test_each_script_takes_every_model(subject: Path, work: Path, scripts: Scrip
     head, ours, control, *_ = csv.reader(table.open())
     assert head == ["row", "16", "32", "64"]
     assert (ours[0], control[0]) == ("run, yarn(factor=1.5)", f"{subject.name}, context cropped to {TRAINED}")
+    known = "was trained on these texts: measure others, which it has not seen."
     undecided = "Not decided: from 32 to 64, perplexity of 2 documents is "  # training alone may help
     assert said[-1].startswith(undecided)
     documents = rx.load_documents(data, rx.load_tokenizer(subject), min_tokens=64, max_documents=2)
     of_control(control, LoadOptions(device="cpu").load(str(subject)), documents, 16, 32, 64)
     words[0] = data / "a.txt"
     said = scripts.run(EVALUATE, run, *words, "--overwrite").splitlines()
-    assert said[-1] == "Not decided: the model was trained on some of these texts. Measure others."
+    assert said[-1] == "Not decided on run, because it " + known
     assert "prompt: the first 9 of " in scripts.run(GENERATE, run, data / "a.txt", "--max-tokens", 9)
     if subject.is_dir():  # merged weights are no control; their record has no path to the base model
         merged, words[0] = rx.merge(run, tmp_path / "merged"), others
@@ -193,6 +203,16 @@ def test_the_printed_commands_train_and_evaluate_the_control(
     documents = rx.load_documents(texts, rx.load_tokenizer(work / "model"), min_tokens=48)
     lm = rx.load(control, base_model=str(work / "model"))
     of_control(row, lm, documents, TRAINED, 48)
+    # What was extended twice has a control in the first window, and not in that of the first extension.
+    merged, twice = rx.merge(run, tmp_path / "merged"), tmp_path / "twice"
+    Path(run, "settings.json").write_text(
+        Path(run, "settings.json").read_text().replace('"lora_rank": 16, ', "")
+    )
+    scripts.run(FINETUNE, work / "model", texts, *words, "--resume")  # of a version without that flag
+    words = ["--target-length", 64, "--steps", 2, "--output", twice]
+    for line in scripts.run(FINETUNE, merged, texts, *words).splitlines()[-2:]:
+        scripts.run(*shlex.split(line.replace("path/to/other/documents", str(others)))[1:])
+    assert f'"twice-control, context cropped to {TRAINED}"' in Path(f"{twice}-ppl", "table.csv").read_text()
     far = ["--lengths", 600, "--method", "linear", "--output", tmp_path]  # blocks of losses of 4, and of W/16
     said = scripts.run(EVALUATE, work / "model", texts, *far)
     assert f"from {TRAINED} to 600, " in said.splitlines()[-1]
