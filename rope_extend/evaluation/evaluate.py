@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean, variance
 from typing import Any
 
 import yaml
@@ -28,9 +27,10 @@ from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.past_training import (
     TRAIN_THE_SHORTER,
     difference,
+    progress_of,
     reason_for_doubt,
     settings_of,
-    trained_tokens,
+    unfinished,
 )
 from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
@@ -38,6 +38,7 @@ from rope_extend.evaluation.running import Measured, run
 from rope_extend.evaluation.verdicts import Decision, decide
 from rope_extend.files import is_private, public_name
 from rope_extend.journal import only_writer
+from rope_extend.models.checkpoint_directory import is_adapter
 from rope_extend.models.processes import is_main_process, processes
 from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
@@ -140,7 +141,8 @@ def measure(
             for row in measured.rows
             if row.adapter and (control := _trained_control(row, measured.rows)) != row.adapter
         }
-        decision = decide(measured.rows, measured.unfinished, doubts)
+        fell = {end[2] for row in measured.rows if row.is_extended and (end := _losses(row))}
+        decision = decide(measured.rows, measured.unfinished, doubts, any(fell) if fell else None)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -186,6 +188,12 @@ def _lead(
     for row in (
         row for row in measured.rows if row.label in undecided and not _trained_control(row, measured.rows)
     ):
+        if is_adapter(Path(f"{row.adapter}-control")):
+            its_own = shown(f"{row.adapter}-control")
+            parts.append(
+                Section("Next", notes=[f"Give the control of {row.label} to this command too: {its_own}"])
+            )
+            continue
         train = _control_command(row, shown)
         heading = f"Next: train a control of {row.label}, and give both adapters to this command"
         heading += ". In place of ..., what its training had" if "..." in train else ""
@@ -200,7 +208,7 @@ def _lead(
     ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
         if (control := _trained_control(row, measured.rows)) and (
-            lines := _longer(row.adapter, control, shown)
+            lines := "" if (end := _losses(row)) and not end[2] else _longer(row.adapter, control, shown)
         ):
             again = f"--resume --documents {row.result.documents}"
             parts.append(Code(f"To train longer; then the command of this report again, with {again}", lines))
@@ -220,23 +228,27 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     """What of the training of adapters makes a comparison unfair, as far as their files say."""
     notes = list[str]()
     for row in (row for row in rows if row.adapter and not row.cropped):
-        tokens, losses = trained_tokens(str(row.adapter))
-        if tokens:
+        if stopped := unfinished(str(row.adapter)):
+            notes.append(f"The training of {row.label} {stopped}.")
+        elif tokens := progress_of(str(row.adapter)).tokens:
             fell = ""
-            if (part := len(losses) // 4) > 4:
-                third, last = losses[-2 * part : -part], losses[-part:]
-                less = fmean(third) - fmean(last) > 2 * math.sqrt((variance(third) + variance(last)) / part)
-                fell = f"; its loss was {fmean(third):.3f} in the third quarter of the steps, then "
-                fell += f"{fmean(last):.3f}, {'so it still fell' if less else 'no clear fall'}"
+            if end := _losses(row):
+                fell = f"; its loss was {end[0]:.3f} in the third quarter of the steps, then {end[1]:.3f}, "
+                fell += "so it still fell" if end[2] else "no clear fall"
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         if (control := _trained_control(row, rows)) and (differs := difference(str(row.adapter), control)):
             notes.append(f"{differs[0].upper()}{differs[1:]}.")
     return [Section("Training", notes=notes)] if notes else []
 
 
+def _losses(row: EvaluationRow) -> tuple[float, float, bool] | None:
+    """The losses at the end of a row's training, as far as its files say."""
+    return progress_of(row.adapter).at_the_end if row.adapter else None
+
+
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:
     """The commands that train an adapter and its control on twice as many tokens; empty without recipes."""
-    lines, runs = list[str](), {run: trained_tokens(run)[0] for run in (str(adapter), control)}
+    lines, runs = list[str](), {run: progress_of(run).tokens for run in (str(adapter), control)}
     most = 2 * max(runs.values())
     for trained, tokens in runs.items():
         if tokens and (steps := settings_of(trained, "recipe.yaml").get("steps")):
@@ -258,7 +270,7 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
         own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
         own *= recipe["block_length"] or recipe["target_length"]
         recipe["gradient_accumulation"] *= max(
-            1, round(trained_tokens(adapter)[0] / own)
+            1, round(progress_of(adapter).tokens / own)
         )  # of more processes
         if changes := control_flags(recipe, window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"

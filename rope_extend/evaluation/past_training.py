@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 import yaml
@@ -23,8 +26,8 @@ def reason_for_doubt(
 ) -> str:
     """Why a comparison of a trained model with its control shows nothing, as far as their files say.
 
-    One of them was trained on some of these texts, or they were not trained alike: on other numbers of
-    tokens, or with other settings. `rope-extend finetune` writes what it reads, and so does
+    The training of one is not finished, or was on some of these texts; or they were not trained alike: on
+    other numbers of tokens, or with other settings. `rope-extend finetune` writes what it reads, and so does
     scripts/finetune.py. Other trainers do not, and merging keeps no note of it. Files are compared by their
     real paths, as seen from the working directory, and datasets of the hub by name and split.
 
@@ -37,15 +40,18 @@ def reason_for_doubt(
     Returns:
         A clause that says what to do; empty if there is no reason.
     """
-    for each, whose in ((model, "it"), (control, "its control")):
+    for each, whose in ((model, ""), (control, " control")):
+        if each is not None and (stopped := unfinished(each)):
+            return f"the training of its{whose or ' adapter'} {stopped}"
         if each is not None and _was_trained_on(each, data, split):
-            return f"{whose} was trained on these texts: measure others, which it has not seen"
+            it = f"its{whose}" if whose else "it"
+            return f"{it} was trained on these texts: measure others, which it has not seen"
     return "" if control is None else difference(model, control)
 
 
 def difference(model: str | Path, control: str | Path) -> str:
     """How the training of a control differs from that of a model; empty if no file says that it does."""
-    tokens, other = (trained_tokens(each)[0] for each in (model, control))
+    tokens, other = (progress_of(each).tokens for each in (model, control))
     if tokens and other and abs(tokens / other - 1) > 0.02:
         return f"its control was trained on {other:,} tokens: {TRAIN_THE_SHORTER}"
     own, its = (
@@ -55,14 +61,43 @@ def difference(model: str | Path, control: str | Path) -> str:
     return f"its control was trained with another {', '.join(names)}" if names else ""
 
 
-def trained_tokens(run: str | Path) -> tuple[int, list[float]]:
-    """The number of tokens that a run was trained on, and its losses; 0 and none if no metrics say it."""
+@dataclass(frozen=True)
+class Progress:
+    """What the metrics of a run say: steps, tokens, and the losses that were logged."""
+
+    steps: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def at_the_end(self) -> tuple[float, float, bool] | None:
+        """The mean loss in the third quarter and in the last, and whether it clearly fell.
+
+        None if there are too few losses.
+        """
+        if (part := len(self.losses) // 4) < 5:
+            return None
+        third, last = self.losses[-2 * part : -part], self.losses[-part:]
+        error = math.sqrt((variance(third) + variance(last)) / part)
+        return fmean(third), fmean(last), fmean(third) - fmean(last) > 2 * error
+
+
+def progress_of(run: str | Path) -> Progress:
+    """How far a run has been trained; nothing if no metrics say it."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
         text = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines()]
-        tokens = max(int(line.get("tokens", 0)) for line in lines)
-        return tokens, [float(line["loss"]) for line in lines if "loss" in line]
-    return 0, []
+        steps, tokens = (max(int(line.get(name, 0)) for line in lines) for name in ("step", "tokens"))
+        return Progress(steps, tokens, [float(line["loss"]) for line in lines if "loss" in line])
+    return Progress()
+
+
+def unfinished(run: str | Path) -> str:
+    """That a run was resumed with more steps and stopped, so its adapter is an earlier one; else empty."""
+    done, steps = progress_of(run).steps, settings_of(run, "recipe.yaml").get("steps")
+    if isinstance(steps, int) and 0 < done < steps:
+        return f"stopped at step {done} of {steps}, and what is measured is older: finish it with --resume"
+    return ""
 
 
 def _was_trained_on(model: str | Path, data: Source | None, split: str) -> bool:

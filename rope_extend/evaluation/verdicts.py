@@ -18,7 +18,7 @@ LEAST_FOUND = 0.9
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
 _ALLOWED = f"{100 * MOST_COST - 100:.0f} %"
-UNMEASURED = "not measured (report: --tasks, evaluate: --retrieval-lengths)"
+UNMEASURED = "not measured"
 MARKS = {True: "✓", False: "✗", None: "?"}
 
 
@@ -87,6 +87,7 @@ def decide(
     rows: Sequence[EvaluationRow],
     unfinished: Collection[str] = (),
     doubts: Mapping[str, str] = {},
+    fell: bool | None = None,
 ) -> Decision:
     """Judge each row by the three criteria, and say what to do.
 
@@ -95,12 +96,13 @@ def decide(
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
         doubts: why the perplexity of a row shows nothing, by its label: `reason_for_doubt`, or empty.
+        fell: whether the loss still fell at the end of the training; None if nobody can say.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
     judged = _verdicts(rows, unfinished, doubts)
     head = ["", f"perplexity beyond {window}", f"found at {target}", f"perplexity within {window}"]
-    sentence, train = _sentence(rows, judged, unfinished, longest, head[1:])
+    sentence, train = _sentence(rows, judged, unfinished, longest, head[1:], fell)
     if not judged:
         return Decision(judged, train, Section("Verdict", lead=sentence))
     documents = counted(max(row.result.documents for row in rows if row.result), "document")
@@ -147,6 +149,7 @@ def _sentence(
     unfinished: Collection[str],
     longest: int,
     criteria: Sequence[str],
+    fell: bool | None,
 ) -> tuple[str, bool]:
     """What to do, with names of the `criteria`, and whether it is to train."""
     target, window = format_length(longest), rows[0].trained_length if rows else None
@@ -169,7 +172,11 @@ def _sentence(
     asked = fair if (compared := 0 < len(fair) < len(asked)) else asked
     undecided, train = [each for each in asked if each.success is None], False
     failed = {
-        each.label: ", ".join(name for name, one in zip(criteria, each[1:4], strict=True) if one.met is False)
+        each.label: ", ".join(
+            f"{name} ({one.words.partition(' (')[0]})"
+            for name, one in zip(criteria, each[1:4], strict=True)
+            if one.met is False
+        )
         for each in whole
     }
     if unfinished:
@@ -199,6 +206,9 @@ def _sentence(
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         remedy = _remedy(rows)
         more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
+        if fell is not None:
+            more = f" {remedy[0].upper()}{remedy[1:]}: the loss still fell at the end."
+            more = more if fell else " The loss no longer clearly fell, so longer training promises little."
         if known := [each for each in whole if each.doubt and each.gain.open]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:
@@ -211,6 +221,8 @@ def _sentence(
         among = "rows that can be compared" if compared else among
         nearest = f" Of the {among}, {asked[0].label} has the lowest perplexity"
         nearest += f", and fails: {fails}." if (fails := failed[asked[0].label]) else "."
+    elif asked and (fails := failed[asked[0].label]):
+        nearest = f" {asked[0].label} fails: {fails}."
     shown = dict.fromkeys(each.found.open for each in whole if each.found.open)
     more += "".join(f" {reason[0].upper()}{reason[1:]}." for reason in shown)
     return first + nearest + more, train
@@ -396,7 +408,8 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
         else:
             found.append(Criterion(words, worst >= LEAST_FOUND))
     if not found:
-        return Criterion(UNMEASURED, None, f"retrieval is {UNMEASURED}")
+        flags = f"report: --tasks passkey, evaluate: --retrieval-lengths {format_length(length)}"
+        return Criterion(UNMEASURED, None, f"retrieval is {UNMEASURED} ({flags})")
     met, words = {each.met for each in found}, "; ".join(each.words for each in found)
     why = "; ".join(each.open for each in found if each.open)
     return Criterion(words, False if False in met else None if None in met else True, why)

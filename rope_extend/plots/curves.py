@@ -33,18 +33,18 @@ LEAST_SHOWN, MOST_SHOWN, MOST_OF_BEST = 2, 15, 10_000
 def plot_perplexity(rows: Sequence[Any], path: str | Path) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
-    Where a control scored a part of the targets only, it has no point: its targets may be harder than all.
+    A control that scored a part of the targets is not drawn, because its targets may be harder than all.
 
     Args:
         rows: `EvaluationRow`s, one line each; for their styles see `line_styles`.
         path: the output file; the suffix gives the format.
     """
-    controls = {id(row): row.control_in(rows) for row in rows}
-    compared = [row for row in rows if controls[id(row)] and not row.cropped]
-    title = _finding(compared, controls)[1] if compared else ""
-    canvas = Canvas(path, title or "Perplexity by length", WITH_CROPPED * bool(title), room=16)
+    more = "; loss by position compares rows with their control" * any(row.cropped for row in rows)
+    canvas = Canvas(path, "Perplexity by length", f"of all tokens{more}", room=16)
     axes = canvas.axes
     for row, style in line_styles(rows):
+        if row.cropped and row.result.max_length not in row.result.levels:
+            continue
         lengths, values = np.array(sorted(row.result.levels.items()), dtype=np.float64).reshape(-1, 2).T
         draw_line(axes, lengths, values, **style)
     perplexity_axis(axes)

@@ -132,6 +132,9 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     words = f"--method none --target-length 32 --trained-length 32 --block-length 32 {blanks}"
     assert code.text == f"rope-extend finetune {model} {words}"
     assert code.heading.endswith("In place of ..., what its training had")
+    alone = [PLAIN, CONTROL, tuned]
+    (said,) = _lead(config, Measured(alone, []), decide(alone), str)[-1].notes
+    assert said == "Give the control of run to this command too: my run-control"
     rows.append(cropped(1.0, "my run-control"))
     rows[2] = tuned
     assert len(_lead(config, Measured(rows, []), decide(rows), str)) == 2  # the verdict, and the training
@@ -194,6 +197,15 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     for damaged in ("{data: true}", "{data: [null, 5]}", "{data: 2024-01-01, split: [1]}", "{", "[]"):
         Path("my run/recipe.yaml").write_text(damaged)
         assert not rx.reason_for_doubt("my run", None, whole)
+    # Nor does what was resumed with more steps, and stopped.
+    for name, text in (("recipe.yaml", "steps: 9"), ("metrics.jsonl", '{"step": 4, "tokens": 384}')):
+        Path("by a script", name).write_text(text)
+    older = "stopped at step 4 of 9, and what is measured is older: finish it with --resume"
+    assert rx.reason_for_doubt("by a script", None, None) == f"the training of its adapter {older}"
+    assert rx.reason_for_doubt("elsewhere", "by a script", None) == f"the training of its control {older}"
+    stopped = [PLAIN, CONTROL, replace(tuned, adapter="by a script")]
+    (said,) = _lead(config, Measured(stopped, []), decide(stopped, (), {"run": known}), str)[-1].notes
+    assert said == f"The training of run {older}."
     decision = decide(rows, (), {"run": known})
     assert decision.section.lead == f"Not decided on run. I{known[1:]}."
     assert "but it was trained on these texts" in decision.verdicts[0].gain.words

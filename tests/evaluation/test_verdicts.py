@@ -125,8 +125,9 @@ def test_few_documents_decide_only_what_is_clear(
 YES, NO, OPEN = (
     "2.46 instead of 2.72, -9.5 % (-9.5 to -9.5)",
     "3.00 instead of 2.72, +10.5 % (+10.5 to +10.5)",
-    "not measured (report: --tasks, evaluate: --retrieval-lengths)",
+    "not measured",
 )
+ASK = "not measured (report: --tasks passkey, evaluate: --retrieval-lengths 64)"
 COST, MORE_COST = "-9.5 % (-9.5 to -9.5)", "+10.5 % (+10.5 to +10.5)"
 OF_CONTROL = "compared with the trained control"
 FOUND, LOST = "passkey 100% (83–100)", "passkey 90% (68–99), 80% at the worst depth"
@@ -217,7 +218,7 @@ def test_tables_show_no_count_of_what_is_not_finite() -> None:
 def test_passkeys_within_the_old_window_do_not_count() -> None:
     scores = RetrievalResult((Scores("passkey", 32, 0.5, (1.0,)),))
     (one,) = decide([PLAIN, CONTROL, replace(judged("yarn", 0.9), retrieval=scores)]).verdicts
-    assert one.found == Criterion(OPEN, None, f"retrieval is {OPEN}")
+    assert one.found == Criterion(OPEN, None, f"retrieval is {ASK}")
 
 
 def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> None:
@@ -252,7 +253,8 @@ LOWEST = "Of the extended rows, yarn has the lowest perplexity"
 REST = " The same command with --resume measures the rest."
 COSTS = "Over 5 documents, the cost within the old window may be above 2 %."
 MORE = " Train longer, with a control, if the loss still fell at the end"
-ONE = "yarn does not meet all three criteria at 64 without training, so train."
+ONE = "yarn does not meet all three criteria at 64 without training, so train. yarn fails: "
+WORSE = f"perplexity beyond 32 ({NO.partition(' (')[0]}), perplexity within 32 (+10.5 %)"
 ALONE = (
     "Not decided on run: from 32 to 64, perplexity of 5 documents is 9.5 % lower than before training, "
     "{} may be the training alone. Train a control: plain RoPE, on as many tokens within 32."
@@ -265,12 +267,12 @@ ALONE = (
         ([judged("yarn", 0.9, 1.0)], [], "Use yarn, which meets all three criteria at 64."),
         ([judged("yarn", 0.9, 1.0), judged("ntk", 0.8, 1.0)], [],
          "Use ntk, which meets all three criteria at 64. So does yarn."),
-        ([judged("yarn", 0.9, 0.0)], [], ONE),
-        ([judged("yarn", 1.1, 1.0)], [], ONE),
-        ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {OPEN}."),
+        ([judged("yarn", 0.9, 0.0)], [], f"{ONE}found at 64 (passkey 50%)."),
+        ([judged("yarn", 1.1, 1.0)], [], f"{ONE}{WORSE}."),
+        ([judged("yarn", 0.9)], [], f"Not decided on yarn. Retrieval is {ASK}."),
         # A row that failed is not called undecided; of the open ones, the nearest is named.
         ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99), judged("rerope", 0.95)], [],
-         f"Not decided on rerope, which has the lowest perplexity of 2 undecided rows. Retrieval is {OPEN}."),
+         f"Not decided on rerope, which has the lowest perplexity of 2 undecided rows. Retrieval is {ASK}."),
         # A gain that may be chance needs more documents, or training.
         ([noisy(0.99)], [], "Not decided on noisy. Over 5 documents, the gain beyond the old window may be "
          "chance: measure more texts (--resume --documents N, about 2,500 if it is as large as it seems; "
@@ -280,21 +282,22 @@ ALONE = (
         # A row that was trained and failed comes first, and the advice is not to begin to train.
         ([PLAIN, noisy(1.01, 1.0), judged("run", 1.1, 1.0, "a", short=1.1)], [],
          f"{NEITHER[:-1]}; without training, not decided: noisy. Of the rows with training, run has the "
-         f"lowest perplexity, and fails: perplexity beyond 32, perplexity within 32.{MORE}."),
+         f"lowest perplexity, and fails: {WORSE}.{MORE}."),
         # What is not finite is never the nearest.
         ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
-         f"{NONE} {LOWEST}, and fails: found at 64."),
+         f"{NONE} {LOWEST}, and fails: found at 64 (passkey 50%)."),
         ([judged("yarn", NAN, 0.0)], [],
          "No extended row has a finite perplexity at 64: check the weights, and the dtype."),
         # While rows are missing.
         ([judged("yarn", NAN, 0.0)], ["ntk"],
-         f"Not decided yet: not wholly measured are ntk.{REST}"),
+         "Not decided yet: not wholly measured are ntk. yarn fails: perplexity beyond 32 (not finite), found "
+         f"at 64 (passkey 50%), perplexity within 32 (not finite).{REST}"),
         ([judged("yarn", 1.2, 1.0), judged("ntk", 1.1, 1.0)], ["ntk"],
          "Not decided yet: not wholly measured are ntk. Of the rows that are wholly measured, yarn has the "
-         f"lowest perplexity, and fails: perplexity beyond 32, perplexity within 32.{REST}"),
+         "lowest perplexity, and fails: perplexity beyond 32 (3.32 instead of 2.72, +22.1 %), perplexity "
+         f"within 32 (+22.1 %).{REST}"),
         ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
-         f"Not decided yet: not wholly measured are rerope; string. {LOWEST}, and fails: perplexity beyond "
-         f"32, perplexity within 32.{REST}"),
+         f"Not decided yet: not wholly measured are rerope; string. {LOWEST}, and fails: {WORSE}.{REST}"),
         ([judged("yarn", 0.9, 1.0)], ["yarn"], f"Not decided yet: not wholly measured are yarn.{REST}"),
         ([judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], ["yarn"],
          "Use ntk, which meets all three criteria at 64."),
@@ -303,8 +306,10 @@ ALONE = (
         # What training gives without a longer context is no success of the longer context.
         ([PLAIN, judged("run", 0.9, 1.0, "a")], [],
          ALONE.format("but within 32 it is 9.5 % lower too, so this")),
-        ([PLAIN, judged("run", 0.9, 1.0, "a", short=1.1)], [], f"{NEITHER}{MORE}."),
-        ([PLAIN, judged("run", 1.1, 0.0, "a")], [], f"{NEITHER}{MORE}, or passkeys are missed."),
+        ([PLAIN, judged("run", 0.9, 1.0, "a", short=1.1)], [],
+         f"{NEITHER} run fails: perplexity within 32 (+10.5 %).{MORE}."),
+        ([PLAIN, judged("run", 1.1, 0.0, "a")], [], f"{NEITHER} run fails: "
+         f"{WORSE.replace(', perp', ', found at 64 (passkey 50%), perp')}.{MORE}, or passkeys are missed."),
         ([PLAIN, judged("run", 0.9, 1.0, "a", short=1.01)], [],
          ALONE.format("and within 32 it is 1.0 % higher, and a part of this")),
         ([PLAIN, judged("run", 0.9, 1.0, "a"), judged("yarn", 0.95, 1.0)], [],
@@ -319,6 +324,10 @@ def test_the_sentence(rows: list[EvaluationRow], missing: list[str], said: str) 
     decision = decide([CONTROL, *rows], missing)
     assert decision.section.lead == said
     assert decision.train == (" train." in said)
+    if MORE in said:
+        still, no_more = (decide([CONTROL, *rows], missing, fell=fell).section.lead for fell in (True, False))
+        assert still.endswith("Train longer, with a control: the loss still fell at the end.")
+        assert no_more.endswith("The loss no longer clearly fell, so longer training promises little.")
 
 
 ALLOWED = "within 32 it is 5.1 % higher, and 2 % is allowed"
