@@ -269,9 +269,8 @@ def _control_command(row: EvaluationRow, shown: Callable[[str], str]) -> str:
         recipe = settings_of(adapter, "recipe.yaml")
         own = math.prod(recipe[name] for name in ("steps", "batch_size", "gradient_accumulation"))
         own *= recipe["block_length"] or recipe["target_length"]
-        recipe["gradient_accumulation"] *= max(
-            1, round(progress_of(adapter).tokens / own)
-        )  # of more processes
+        times = round(progress_of(adapter).tokens / own)  # of several processes
+        recipe["gradient_accumulation"] *= max(1, times)
         if changes := control_flags(recipe, window):
             return f"rope-extend finetune {shlex.quote(f'{shown(adapter)}/recipe.yaml')} {changes} {output}"
     flags = f"--method none --target-length {window} --trained-length {window} --block-length {window} "
