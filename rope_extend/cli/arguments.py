@@ -166,19 +166,10 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Config], work: str, 
     add_flags(parser, cls)
 
 
-def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser, and of those below it."""
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from all_actions(below)
-
-
 def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The flags of a parser, and of those below it, by the library's name of the argument."""
+    """The flags of a parser, by the library's name of the argument."""
     flags: dict[str, str] = {}
-    for action in all_actions(parser):
+    for action in parser._actions:
         long = [option for option in action.option_strings if option.startswith("--")]
         flags |= {option[2:].replace("-", "_"): option for option in long}
         if long:
