@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from cases import FAMILIES, TRAINED, tiny_config
+from cases import FAMILIES, TRAINED, tiny_config, tiny_llama
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
 
@@ -91,8 +91,6 @@ def test_nothing_is_trained_where_nothing_needs_it(
 
 
 def test_a_model_that_rope_extend_has_extended_reads_its_new_window(tmp_path: Path) -> None:
-    from cases import tiny_llama
-
     model = tiny_llama()
     with rx.extend(model, 256):
         model.save_pretrained(tmp_path)

@@ -43,10 +43,9 @@ def test_a_demonstration_resumes_or_starts_again(
 
 
 def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
-        run_demo(tmp_path / "demo", methods=["yran"])
-    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
-        run_demo(tmp_path / "demo", tuned=["yran"])
+    for wrong in ({"methods": ["yran"]}, {"tuned": ["yran"]}):
+        with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
+            run_demo(tmp_path / "demo", **wrong)
     assert not (tmp_path / "demo").exists()
 
 
@@ -54,8 +53,7 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("private_cache")
 def test_the_demo_shows_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The project's promise, on the whole demonstration, and the files that it writes."""
-    arguments = ["demo", "--output", str(tmp_path)]
-    main(arguments)
+    main(["demo", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
     measured = read_results(tmp_path)
     assert [row.label for row in measured] == [
