@@ -87,11 +87,10 @@ def test_layer_by_layer_under_a_patch(method: str) -> None:
 def sizes(model: torch.nn.Module, length: int) -> list[int]:
     """The chunk sizes that the first layer gets."""
     seen: list[int] = []
-    handle = model.model.layers[0].register_forward_pre_hook(
+    with model.model.layers[0].register_forward_pre_hook(
         lambda _module, states: seen.append(states[0].shape[1])
-    )
-    measure(model, texts(length), [length])
-    handle.remove()
+    ):
+        measure(model, texts(length), [length])
     trial = [sum(TRIAL_CHUNKS), *TRIAL_CHUNKS, *TRIAL_CHUNKS]
     return seen[len(trial) :] if seen[: len(trial)] == trial else seen
 
@@ -227,9 +226,8 @@ def test_if_memory_runs_out_the_document_is_repeated_in_smaller_chunks(
     model, documents = tiny(), texts(96, 96, 96)
     whole = measure(model, documents, [48, 96])
     small = Small(30, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    handle = model.model.layers[0].register_forward_pre_hook(small)
-    result = measure(model, documents, [48, 96])
-    handle.remove()
+    with model.model.layers[0].register_forward_pre_hook(small):
+        result = measure(model, documents, [48, 96])
     # The first document fails whole and in halves. The others start with what fits.
     assert small.sizes == [96, 48] + [24] * 12
     assert caplog.text.count("retrying in chunks of") == 2
@@ -243,9 +241,8 @@ def test_if_memory_runs_out_batches_get_smaller() -> None:
     model, documents = tiny(), texts(96)
     whole = measure(model, documents, [16], protocol="sliding", stride=4)
     small = Small(16, torch.OutOfMemoryError("CUDA out of memory"))
-    handle = model.model.layers[0].register_forward_pre_hook(small)
-    result = measure(model, documents, [16], protocol="sliding", stride=4)
-    handle.remove()
+    with model.model.layers[0].register_forward_pre_hook(small):
+        result = measure(model, documents, [16], protocol="sliding", stride=4)
     assert result.ppl[16] == pytest.approx(whole.ppl[16], rel=1e-5)
     assert [size for size in small.sizes if size > 16] == [320, 160, 80, 32]
     assert small.sizes[-21:] == [16] * 21
@@ -254,11 +251,10 @@ def test_if_memory_runs_out_batches_get_smaller() -> None:
 @pytest.mark.slow
 def test_too_little_memory_is_one_clear_error() -> None:
     model, documents = tiny(), texts(96)
-    handle = model.model.layers[0].register_forward_pre_hook(
+    model.model.layers[0].register_forward_pre_hook(
         Small(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     )
     with pytest.raises(
         RopeExtendError, match=r"out of memory on 'text0', even in chunks of .*Tried to allocate"
     ):
         measure(model, documents, [96])
-    handle.remove()
