@@ -129,12 +129,11 @@ def add_output(parser: argparse.ArgumentParser, metavar: str, text: str, *, requ
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-def add_existing(parser: argparse.ArgumentParser, work: str) -> argparse._MutuallyExclusiveGroup:
+def add_existing(parser: argparse.ArgumentParser, work: str) -> None:
     """Add `--overwrite` and `--resume` of a command that keeps what is finished in its output directory."""
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help=f"replace {work} in the output directory")
     existing.add_argument("--resume", action="store_true", help=f"resume {work} in the output directory")
-    return existing
 
 
 def add_trained_length(parser: argparse.ArgumentParser) -> None:
