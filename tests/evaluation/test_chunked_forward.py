@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import FAMILIES, FamilyCase, tiny_model
-from covering import SHAPES, few
+from cases import FamilyCase, tiny_model
+from covering import SHAPES, families, few
 from test_perplexity import VOCABULARY, measure, sliding, texts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,28 +38,14 @@ IN_ONE_PASS = {
 }
 
 
-QUICK = (*SHAPES, *IN_ONE_PASS, "zaya")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(case, id=case.model_type, marks=[] if case.model_type in QUICK else [pytest.mark.slow])
-        for case in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", families(some=(*SHAPES, *IN_ONE_PASS, "zaya")))
 @torch.no_grad()
 def test_every_family_has_the_strategy_that_gives_what_one_forward_gives(family: FamilyCase) -> None:
     model = tiny_model(family).eval()
     chunked = ChunkedForward(model, CPU)
     ids = torch.randint(3, 60, (2, 64), generator=torch.Generator().manual_seed(1))
-    expected = (
-        None
-        if family.model_type in IN_ONE_PASS
-        else "with a cache"
-        if family.model_type in WITH_A_CACHE
-        else "layer by layer"
-    )
+    others = dict.fromkeys(WITH_A_CACHE, "with a cache") | dict.fromkeys(IN_ONE_PASS)
+    expected = others.get(family.model_type, "layer by layer")
     assert chunked.strategy == expected
     assert LossComputer(model, CPU).can_chunk(64, 24) == (expected is not None)  # else whole
     if expected is not None:

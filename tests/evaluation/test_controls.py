@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import logits, tokens
-from cases import TARGET, tiny_llama
+from cases import TARGET, TRAINED, tiny_llama
 from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
 from test_perplexity import measure, texts, tiny
@@ -35,8 +35,6 @@ from rope_extend.evaluation.report_files import markdown_report
 from rope_extend.evaluation.results import SAME_WEIGHTS, EvaluationRow
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import lora_config
-
-TRAINED = 32
 
 
 def measured(label: str, model, **options) -> EvaluationRow:
