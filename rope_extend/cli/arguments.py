@@ -129,12 +129,11 @@ def add_output(parser: argparse.ArgumentParser, metavar: str, text: str, *, requ
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-def add_existing(parser: argparse.ArgumentParser, work: str) -> argparse._MutuallyExclusiveGroup:
+def add_existing(parser: argparse.ArgumentParser, work: str) -> None:
     """Add `--overwrite` and `--resume` of a command that keeps what is finished in its output directory."""
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help=f"replace {work} in the output directory")
     existing.add_argument("--resume", action="store_true", help=f"resume {work} in the output directory")
-    return existing
 
 
 def add_trained_length(parser: argparse.ArgumentParser) -> None:
@@ -166,19 +165,10 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Config], work: str, 
     add_flags(parser, cls)
 
 
-def all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser, and of those below it."""
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from all_actions(below)
-
-
 def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The flags of a parser, and of those below it, by the library's name of the argument."""
+    """The flags of a parser, by the library's name of the argument."""
     flags: dict[str, str] = {}
-    for action in all_actions(parser):
+    for action in parser._actions:
         long = [option for option in action.option_strings if option.startswith("--")]
         flags |= {option[2:].replace("-", "_"): option for option in long}
         if long:

@@ -22,7 +22,6 @@ from rope_extend.cli import advise, discover, measure, ship, train
 from rope_extend.cli.arguments import (
     OTHERS,
     add_json,
-    all_actions,
     flag_table,
     hide_noise,
     in_flags,
@@ -51,14 +50,13 @@ class Parser(argparse.ArgumentParser):
     def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words whose flags may also stand between the positional arguments."""
         items = {
-            flag: item for each in all_actions(self) for flag in each.option_strings if (item := _item(each))
+            flag: item for each in self._actions for flag in each.option_strings if (item := _item(each))
         }
         words = _joined(words, items)
         if self.get_default(OTHERS) is not None:  # the words that this program does not know
             arguments, others = self.parse_known_args(words)
             return argparse.Namespace(**{**vars(arguments), OTHERS: others})
-        below = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
-        if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
+        if not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
             return self.parse_args(words)
         return self.parse_intermixed_args(words)
 

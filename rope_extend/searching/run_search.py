@@ -75,31 +75,24 @@ def search(
     logger.info("%s", plan)
     plan.check()
     with nullcontext() if output is None else only_writer(output, "search"):
-        return _search(config, space, plan, output, overwrite, progress)
-
-
-def _search(
-    config: SearchConfig, space: Space, plan: SearchPlan, output: Path | None, overwrite: bool, progress: bool
-) -> SearchResult:
-    """As `search`, in a directory that no other process writes to."""
-    tokenizer = pretrained(AutoTokenizer, config.model)
-    documents = search_documents(config, tokenizer)
-    model = LoadOptions.of(config).load(config.model)
-    if output is not None and overwrite:
-        for name in (*FILES[::-1], LOG):  # the encoding first: it must not stay next to another log
-            (output / name).unlink(missing_ok=True)
-    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
-    content = {"documents": fingerprint(documents), "trained": asdict(space.shape)}
-    identity = {**settings, **model_identity(model), **content}
-    file = None if output is None else output / LOG
-    chunk = plan.forward.longest.chunk_size if plan.forward else None
-    evaluator = Evaluator(model, documents, config, space, file=file, identity=identity, chunk=chunk)
-    bar = progress_bar(shown=progress, total=plan.passes, unit="doc", desc="search")
-    with evaluator, bar as evaluator.bar:
-        result = _searched(evaluator)
-        if output is not None:
-            result.write(output)
-    return result
+        tokenizer = pretrained(AutoTokenizer, config.model)
+        documents = search_documents(config, tokenizer)
+        model = LoadOptions.of(config).load(config.model)
+        if output is not None and overwrite:
+            for name in (*FILES[::-1], LOG):  # the encoding first: it must not stay next to another log
+                (output / name).unlink(missing_ok=True)
+        settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
+        content = {"documents": fingerprint(documents), "trained": asdict(space.shape)}
+        identity = {**settings, **model_identity(model), **content}
+        file = None if output is None else output / LOG
+        chunk = plan.forward.longest.chunk_size if plan.forward else None
+        evaluator = Evaluator(model, documents, config, space, file=file, identity=identity, chunk=chunk)
+        bar = progress_bar(shown=progress, total=plan.passes, unit="doc", desc="search")
+        with evaluator, bar as evaluator.bar:
+            result = _searched(evaluator)
+            if output is not None:
+                result.write(output)
+        return result
 
 
 @dataclass(frozen=True)

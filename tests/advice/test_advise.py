@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from cases import FAMILIES, TRAINED, tiny_config
+from cases import FAMILIES, TRAINED, tiny_config, tiny_llama
 from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
 
@@ -38,19 +38,12 @@ from rope_extend.training.sharding import Sharding
 from rope_extend.training.step_plan import TrainingPlan
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+         "num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0}  # fmt: skip
 """Sizes with which a dry run is quick; windows, bases and families stay those of the checkpoint."""
 
 
 def small(directory: Path, name: str, **changes: object) -> str:
-    config = {**CONFIGS[name], **SMALL, **changes}
-    config.pop("head_dim", None)
-    config.pop("pad_token_id", None)
-    return str(write_config(directory, name, **{**config, "pad_token_id": 0}))
-
-
-WITH_STANZA = {"qwen25-7b-instruct", "qwen3-8b"}
-LOCAL = {"mistral-7b-v0.1": 4096, "phi3-mini-4k": 2047}
+    return str(write_config(directory, name, **{**SMALL, **changes}))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -58,8 +51,8 @@ def test_the_window_that_a_model_reads(name: str, tmp_path: Path) -> None:
     window = window_of_config(AutoConfig.from_pretrained(write_config(tmp_path, name)))
     stated = CONFIGS[name]["max_position_embeddings"]  # which those of the cards are, but for Qwen3
     assert window.tokens == (32_768 if name == "qwen3-8b" else stated)
-    assert window.stanza == (name in WITH_STANZA)
-    assert window.local == LOCAL.get(name)
+    assert window.stanza == (name in ("qwen25-7b-instruct", "qwen3-8b"))
+    assert window.local == {"mistral-7b-v0.1": 4096, "phi3-mini-4k": 2047}.get(name)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +84,6 @@ def test_nothing_is_trained_where_nothing_needs_it(
 
 
 def test_a_model_that_rope_extend_has_extended_reads_its_new_window(tmp_path: Path) -> None:
-    from cases import tiny_llama
-
     model = tiny_llama()
     with rx.extend(model, 256):
         model.save_pretrained(tmp_path)

@@ -38,12 +38,18 @@ def test_every_recipe_has_a_model_and_its_memory() -> None:
         assert loaded.trackers == (), "its package is optional"
 
 
-def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
-    """Compare the comments of a recipe with the plan; each names the memory and what to add."""
-    model = write_config(directory, MODELS[name])
+SOME = {"tinyllama_1b_32k_yarn", "phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SOME else pytest.mark.full) for n in MODELS]
+)
+def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
+    """The comments of a recipe are what the plan says; each names the memory and what to add."""
+    model = write_config(tmp_path, MODELS[name])
     recipe = Recipe.from_yaml(shipped_path(name), {"model": str(model)})
     memory = {shipped.name: shipped.memory for shipped in shipped_recipes()}[name]
-    for size in sizes:
+    for size in SIZES:
         estimate = plan(recipe, limit_memory=size * 10**9, elsewhere=True)
         said = memory[size]
         if "too long" in said:
@@ -59,16 +65,6 @@ def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
         assert shown is not None
         assert step.total / 1e9 == pytest.approx(float(shown[1]), abs=0.051, rel=0.01)
         assert str(step.memory_options) in said
-
-
-SOME = {"tinyllama_1b_32k_yarn", "phi2_3b_16k_yarn", "llama3_8b_32k_yarn", "gemma_7b_32k_yarn"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SOME else pytest.mark.full) for n in MODELS]
-)
-def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
-    figures(name, tmp_path, SIZES)
 
 
 def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import FAMILIES, FamilyCase, tiny_model
-from covering import SHAPES, few
+from cases import FamilyCase, tiny_model
+from covering import SHAPES, families, few
 from test_perplexity import VOCABULARY, measure, sliding, texts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,28 +38,14 @@ IN_ONE_PASS = {
 }
 
 
-QUICK = (*SHAPES, *IN_ONE_PASS, "zaya")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(case, id=case.model_type, marks=[] if case.model_type in QUICK else [pytest.mark.slow])
-        for case in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", families(some=(*SHAPES, *IN_ONE_PASS, "zaya")))
 @torch.no_grad()
 def test_every_family_has_the_strategy_that_gives_what_one_forward_gives(family: FamilyCase) -> None:
     model = tiny_model(family).eval()
     chunked = ChunkedForward(model, CPU)
     ids = torch.randint(3, 60, (2, 64), generator=torch.Generator().manual_seed(1))
-    expected = (
-        None
-        if family.model_type in IN_ONE_PASS
-        else "with a cache"
-        if family.model_type in WITH_A_CACHE
-        else "layer by layer"
-    )
+    others = dict.fromkeys(WITH_A_CACHE, "with a cache") | dict.fromkeys(IN_ONE_PASS)
+    expected = others.get(family.model_type, "layer by layer")
     assert chunked.strategy == expected
     assert LossComputer(model, CPU).can_chunk(64, 24) == (expected is not None)  # else whole
     if expected is not None:
@@ -87,11 +73,10 @@ def test_layer_by_layer_under_a_patch(method: str) -> None:
 def sizes(model: torch.nn.Module, length: int) -> list[int]:
     """The chunk sizes that the first layer gets."""
     seen: list[int] = []
-    handle = model.model.layers[0].register_forward_pre_hook(
+    with model.model.layers[0].register_forward_pre_hook(
         lambda _module, states: seen.append(states[0].shape[1])
-    )
-    measure(model, texts(length), [length])
-    handle.remove()
+    ):
+        measure(model, texts(length), [length])
     trial = [sum(TRIAL_CHUNKS), *TRIAL_CHUNKS, *TRIAL_CHUNKS]
     return seen[len(trial) :] if seen[: len(trial)] == trial else seen
 
@@ -227,9 +212,8 @@ def test_if_memory_runs_out_the_document_is_repeated_in_smaller_chunks(
     model, documents = tiny(), texts(96, 96, 96)
     whole = measure(model, documents, [48, 96])
     small = Small(30, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    handle = model.model.layers[0].register_forward_pre_hook(small)
-    result = measure(model, documents, [48, 96])
-    handle.remove()
+    with model.model.layers[0].register_forward_pre_hook(small):
+        result = measure(model, documents, [48, 96])
     # The first document fails whole and in halves. The others start with what fits.
     assert small.sizes == [96, 48] + [24] * 12
     assert caplog.text.count("retrying in chunks of") == 2
@@ -243,9 +227,8 @@ def test_if_memory_runs_out_batches_get_smaller() -> None:
     model, documents = tiny(), texts(96)
     whole = measure(model, documents, [16], protocol="sliding", stride=4)
     small = Small(16, torch.OutOfMemoryError("CUDA out of memory"))
-    handle = model.model.layers[0].register_forward_pre_hook(small)
-    result = measure(model, documents, [16], protocol="sliding", stride=4)
-    handle.remove()
+    with model.model.layers[0].register_forward_pre_hook(small):
+        result = measure(model, documents, [16], protocol="sliding", stride=4)
     assert result.ppl[16] == pytest.approx(whole.ppl[16], rel=1e-5)
     assert [size for size in small.sizes if size > 16] == [320, 160, 80, 32]
     assert small.sizes[-21:] == [16] * 21
@@ -254,11 +237,10 @@ def test_if_memory_runs_out_batches_get_smaller() -> None:
 @pytest.mark.slow
 def test_too_little_memory_is_one_clear_error() -> None:
     model, documents = tiny(), texts(96)
-    handle = model.model.layers[0].register_forward_pre_hook(
+    model.model.layers[0].register_forward_pre_hook(
         Small(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     )
     with pytest.raises(
         RopeExtendError, match=r"out of memory on 'text0', even in chunks of .*Tried to allocate"
     ):
         measure(model, documents, [96])
-    handle.remove()

@@ -128,11 +128,8 @@ def test_rows_of_runs_are_paired_by_label() -> None:
 
 def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also a run of `evaluate`, which has passkeys, with one of `retrieve`."""
-    sums = {n: [60.0, 66.0, 61.0] for n in (32, 64)}
-    terms = {n: [n - 1] * 3 for n in (32, 64)}
-    scored = row("none", "none", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
-    prompts = retrieved("none", FIRST)
-    write_report([replace(scored, retrieval=prompts.retrieval)], tmp_path / "evaluation")
+    scored = row("none", "none", 2.0, lengths=(32, 64))
+    write_report([replace(scored, retrieval=retrieved("none", FIRST).retrieval)], tmp_path / "evaluation")
     write_report([retrieved("none", SECOND)], tmp_path / "retrieval")
     first, second = tmp_path / "evaluation", tmp_path / "retrieval" / "results.jsonl"
     main(shlex.split(f"compare {first} {second} --output {tmp_path / 'c.md'}"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import logits, tokens
-from cases import TARGET, tiny_llama
+from cases import TARGET, TRAINED, tiny_llama
 from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from scaled_models import scaled_copy
 from test_perplexity import measure, texts, tiny
@@ -36,13 +36,10 @@ from rope_extend.evaluation.results import SAME_WEIGHTS, EvaluationRow
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import lora_config
 
-TRAINED = 32
 
-
-def measured(label: str, method: str, model, **options) -> EvaluationRow:
-    encoding = {"name": method} if method == "none" else {"name": method, "factor": 2.0}
+def measured(label: str, model, **options) -> EvaluationRow:
     found = measure(model, texts(64, 64, 70, 65), [16, 32, 64], **options)
-    return EvaluationRow(label, encoding, "m", None, found, TRAINED)
+    return EvaluationRow(label, {"name": "none"}, "m", None, found, TRAINED)
 
 
 def evaluated(model: Path, **settings) -> list[EvaluationRow]:
@@ -130,7 +127,7 @@ def test_a_longer_context_is_compared_with_a_cropped_one(names: list[str], contr
 
 
 def test_rows_with_other_targets_are_not_compared() -> None:
-    whole = measured("none", "none", tiny(), protocol="sliding", stride=16).result
+    whole = measured("none", tiny(), protocol="sliding", stride=16).result
     fewer = replace(whole, document_terms={64: [terms - 1 for terms in whole.document_terms[64]]})
     with pytest.raises(RopeExtendError, match="scored different targets of the same text at 64"):
         differences(fewer, whole, [64])
@@ -311,13 +308,13 @@ def test_a_sampled_control_shows_no_perplexity_over_other_targets(tmp_path: Path
     """Its targets may be easier than all: only ratios on the same targets say how it compares."""
     model = tiny()
     rows = [
-        measured("none", "none", model, control_blocks=3),
-        measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED, blocks=3),
+        measured("none", model, control_blocks=3),
+        measured("none, cropped to 32", model, protocol="cropped", window=TRAINED, blocks=3),
     ]
     control = rows[1].result
     assert control.levels == {16: control.ppl[16], 32: control.ppl[32]}
     assert rows[0].result.levels == rows[0].result.ppl
     line = next(each for each in markdown_report(rows).splitlines() if each.startswith("| none, cropped"))
     assert line.split("|")[-2].strip() == "–"
-    every = measured("all", "none", model, protocol="cropped", window=TRAINED, blocks=16).result
+    every = measured("all", model, protocol="cropped", window=TRAINED, blocks=16).result
     assert every.levels == every.ppl

@@ -33,11 +33,10 @@ from rope_extend.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"perplexity": EvaluationConfig, "retrieval": RetrievalConfig}
-COMMANDS = {EvaluationConfig: "evaluate", RetrievalConfig: "retrieve"}
 
 
-def from_flags(cls: type, text: str) -> Any:
-    return model_config(cls, parse(shlex.split(f"{COMMANDS[cls]} {text}")))
+def from_flags(cls: type[ModelConfig], text: str) -> Any:
+    return model_config(cls, parse(shlex.split(f"{cls.command} {text}")))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

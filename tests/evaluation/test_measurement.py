@@ -256,25 +256,20 @@ def test_one_process_writes_to_a_directory(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_report_is_written_while_no_other_process_may(
+def test_the_report_is_written_while_no_other_process_may_and_a_full_disk_is_one_clear_error(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a second run could put its report under the cells of the first."""
+    """A second run could put its report under the cells of the first."""
     held = []
-    monkeypatch.setattr(
-        evaluate_module, "write_report", lambda _, directory, **__: held.append(writes_to(directory))
-    )
-    rx.evaluate(config_of(work, output=str(tmp_path), methods=("none",)), progress=False)
-    assert held == [True]
 
+    def write(_: object, directory: Path, **__: object) -> None:
+        held.append(writes_to(directory))
+        Path("/dev/full").write_text("x")
 
-def test_a_disk_that_is_full_under_the_report_is_one_clear_error(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = Path("/dev/full")
-    monkeypatch.setattr(evaluate_module, "write_report", lambda *_, **__: full.write_text("x"))
+    monkeypatch.setattr(evaluate_module, "write_report", write)
     with pytest.raises(RopeExtendError, match=r"No space left.*free space.*resume=True"):
         rx.evaluate(config_of(work, output=str(tmp_path), methods=("none",)), progress=False)
+    assert held == [True]
     assert len(finished_in(tmp_path)) == 4
 
 
@@ -405,22 +400,20 @@ def test_the_plan_counts_what_is_processed(
 
 def values(label: str, document: str, sums: float) -> dict[str, Any]:
     """A finished cell of perplexity."""
-    found = json.loads(json.dumps(part_of(result(1.0), sums, document).to_dict()))
-    return {**about(label), "kind": "perplexity", "document": document, "result": found}
+    one = result(1.0)
+    found = replace(
+        one, documents=1, data=document, block_nll=one.block_nll[:1], block_terms=one.block_terms[:1],
+        document_nll={n: [sums * n] for n in one.ppl}, document_terms={n: [n - 1] for n in one.ppl},
+        tokens={n: n - 1 for n in one.ppl},
+    )  # fmt: skip
+    plain = json.loads(json.dumps(found.to_dict()))
+    return {**about(label), "kind": "perplexity", "document": document, "result": plain}
 
 
 def about(label: str) -> dict[str, Any]:
     """What every cell says of its row."""
     none = dict.fromkeys(("adapter", "trained_length", "rope_parameters", "target_length", "crop"))
     return {"label": label, "encoding": {"name": label}, "model": "m", **none}
-
-
-def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
-    lengths = {n: [sums * n] for n in one.ppl}
-    terms = {n: [n - 1] for n in one.ppl}
-    tokens = {n: n - 1 for n in one.ppl}
-    one = replace(one, block_nll=one.block_nll[:1], block_terms=one.block_terms[:1])
-    return replace(one, documents=1, document_nll=lengths, document_terms=terms, tokens=tokens, data=data)
 
 
 def test_rows_are_compared_on_the_documents_that_all_have() -> None:

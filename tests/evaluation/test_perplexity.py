@@ -102,7 +102,6 @@ def test_equals_the_naive_loop_over_truncated_documents() -> None:
     assert result.block_terms.tolist() == [[0] + 63 * [1]] * 3
     assert result.forward_tokens == 3 * 64
     assert result.passes == 1
-    assert result.forward_tokens / result.tokens[64] == pytest.approx(64 / 63)
 
 
 def test_losses_of_long_texts_are_kept_in_blocks() -> None:
@@ -251,10 +250,8 @@ def test_the_model_is_unchanged_afterwards() -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    handle = model.model.layers[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with model.model.layers[1].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
         measure(model, texts(40), [40], chunk=16)
-    handle.remove()
     assert {name: module.training for name, module in model.named_modules()} == before
     assert torch.is_grad_enabled()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

@@ -89,11 +89,6 @@ def prompt_rows(length: int, **options: Any) -> list[list[int]]:
     return [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
 
 
-def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:
-    config = RetrievalConfig(model=MODEL_DIR, output=output, **settings)
-    return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
-
-
 @pytest.mark.parametrize(("progress", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_the_main_process_shows_progress_as_it_plans_and_writes_prompts(
     progress: bool,
@@ -241,10 +236,11 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
         ({"depths": 0}, "depths must be"),
         ({"depths": [0.5, 2]}, "depths must be"),
         ({"data": str(tmp_path / "missing.txt")}, "nothing to read"),
-        ({"resume": True, "overwrite": True}, "choose one of them"),
     ):
         with pytest.raises(RopeExtendError, match=message):
-            retrieved(tmp_path / "out", **wrong)
+            retrieve(RetrievalConfig(model=MODEL_DIR, output=tmp_path / "out", **wrong))
+    with pytest.raises(RopeExtendError, match="choose one of them"):
+        retrieve(RetrievalConfig(model=MODEL_DIR, output=tmp_path / "out"), resume=True, overwrite=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -14,7 +14,6 @@ from rope_extend.demo.run import DOCUMENTS, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import regressions
 from rope_extend.evaluation.report_files import read_results
-from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.recipe import Recipe
 
 
@@ -43,10 +42,9 @@ def test_a_demonstration_resumes_or_starts_again(
 
 
 def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
-        run_demo(tmp_path / "demo", methods=["yran"])
-    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
-        run_demo(tmp_path / "demo", tuned=["yran"])
+    for wrong in ({"methods": ["yran"]}, {"tuned": ["yran"]}):
+        with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
+            run_demo(tmp_path / "demo", **wrong)
     assert not (tmp_path / "demo").exists()
 
 
@@ -54,8 +52,7 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("private_cache")
 def test_the_demo_shows_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The project's promise, on the whole demonstration, and the files that it writes."""
-    arguments = ["demo", "--output", str(tmp_path)]
-    main(arguments)
+    main(["demo", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
     measured = read_results(tmp_path)
     assert [row.label for row in measured] == [
@@ -63,12 +60,7 @@ def test_the_demo_shows_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
         "none + LoRA at 256",
         "none + LoRA at 256, cropped to 256",
     ]  # fmt: skip
-    check_claims(measured)
-    check_files(tmp_path, shown)
-
-
-def check_claims(measured: list[EvaluationRow]) -> None:
-    """What the extension gives, compared with controls, and what it costs."""
+    # What the extension gives, compared with controls, and what it costs.
     rows = {row.label: row.result for row in measured}
     plain, trained, longest = rows["none"], 256, 2048
     assert plain.documents == DOCUMENTS
@@ -88,18 +80,15 @@ def check_claims(measured: list[EvaluationRow]) -> None:
     assert found.second.mean >= 0.7
     # Short texts in training keep more of the perplexity.
     assert by_label["short_original(yarn) + LoRA"].longest.nats < by_label["yarn + LoRA"].longest.nats
-
-
-def check_files(output: Path, shown: str) -> None:
-    """The runs with their cards, the table, and what is printed."""
+    # The runs with their cards, the table, and what is printed.
     assert shown.count("$ rope-extend finetune") == 3
     assert shown.count("$ rope-extend evaluate") == 1
     assert shown.count("$ rope-extend card") == 3
     for name, mixed in {"yarn": False, "short_original-yarn": True, "control": False}.items():
-        assert Recipe.from_yaml(output / "runs" / name / "recipe.yaml").mixed_windows == mixed
-        card = (output / "runs" / name / "README.md").read_text()
+        assert Recipe.from_yaml(tmp_path / "runs" / name / "recipe.yaml").mixed_windows == mixed
+        card = (tmp_path / "runs" / name / "README.md").read_text()
         assert "Not measured yet" not in card
         assert "| yarn + LoRA" in card
-    table = (output / "report.md").read_text()
+    table = (tmp_path / "report.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
     assert "# rope-extend evaluate settings.yaml" in table

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checks import field_hints
-from rope_extend.cli.arguments import all_actions, size
+from rope_extend.cli.arguments import size
 from rope_extend.cli.main import COMMANDS, command_parser
 from rope_extend.config import SOURCES, Config
 from rope_extend.data.sources import source_files
@@ -46,10 +46,10 @@ def test_every_argument_that_is_a_path_expands_it(home: Path) -> None:
     fields = {name for cls in SETTINGS for name in field_hints(cls)}
     seen = set()
     for command in COMMANDS:
-        for action in all_actions(command_parser(command)):
+        for action in command_parser(command)._actions:
             plain = action.type is not None or action.dest not in fields | IN_SETTINGS
-            if action.nargs == 0 or action.type is size or action.dest in ("data", "kind", "action"):
-                continue  # no value, or texts, which are expanded when they are read, or commands
+            if action.nargs == 0 or action.type is size or action.dest == "data":
+                continue  # no value, or texts, which are expanded when they are read
             if plain and NAMES_A_PATH.search(f"{action.help} {action.metavar}"):
                 assert callable(action.type), (command, action.dest)
                 assert action.type("~/x") == str(home / "x"), (command, action.dest)

@@ -30,14 +30,11 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return sdist, wheel
 
 
-def top_level(names: list[str]) -> set[str]:
-    return {name.split("/")[0] for name in names if ".dist-info" not in name and ".data" not in name}
-
-
 @pytest.mark.slow
 def test_the_wheel_has_one_top_level_name(distributions: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(distributions[1]).namelist()
-    assert top_level(names) == {"rope_extend"}
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name and ".data" not in name}
+    assert top == {"rope_extend"}
     assert "rope_extend/patches/llama.py" in names
     assert {"rope_extend/py.typed", "rope_extend/__init__.pyi"} <= set(names)
     assert "rope_extend/demo/model/model.safetensors" in names

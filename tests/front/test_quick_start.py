@@ -114,11 +114,6 @@ def test_the_lazy_names_are_those_of_their_modules() -> None:
         rx.extned  # noqa: B018
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = f"import sys, rope_extend; print([name for name in {HEAVY} if name in sys.modules])"
-    assert python(code).strip() == "[]"
-
-
 @pytest.fixture(scope="module")
 def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a config that stock transformers must not load."""

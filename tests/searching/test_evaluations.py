@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
 from fakes import FakeEvaluator, config
-from test_perplexity import naive_losses
+from test_perplexity import naive_losses, texts
 from tolerances import logit_tolerance
 
 import rope_extend as rx
@@ -19,28 +18,18 @@ from rope_extend.searching.space import Space, Table
 TARGET = 2 * TRAINED
 
 
-def documents(count: int, length: int = TARGET) -> list[rx.Document]:
-    generator = torch.Generator().manual_seed(0)
-    return [rx.Document(f"d{n}", torch.randint(1, 90, (length,), generator=generator)) for n in range(count)]
-
-
-def settings(**values: Any) -> rx.SearchConfig:
-    return rx.SearchConfig(
-        **{"model": "m/m", "target_length": TARGET, "documents": 2, "holdout": 1, **values}
-    )
-
-
 def test_the_score_is_the_mean_loss_under_the_candidate() -> None:
     """Held-out documents have their own."""
-    model, texts = tiny_llama().eval(), documents(3)
+    model, documents = tiny_llama().eval(), texts(TARGET, TARGET, TARGET)
     space = Space(rx.info(model).shape, TARGET)
-    evaluator = Evaluator(model, texts, settings(), space)
+    settings = config(target_length=TARGET, documents=2, holdout=1)
+    evaluator = Evaluator(model, documents, settings, space)
     table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
     measured = evaluator.scores([table])[0]
     held_out = score(evaluator.held_out(table))
     with rx.patch_model(model, space.encoding(table), target_length=TARGET):
         for numbers, value in (([0, 1], measured), ([2], held_out)):
-            losses = torch.cat([naive_losses(model, texts[number].input_ids) for number in numbers])
+            losses = torch.cat([naive_losses(model, documents[number].input_ids) for number in numbers])
             assert value == pytest.approx(float(losses.mean()), abs=logit_tolerance(losses))
     assert (evaluator.cost.passes, evaluator.cost.forward_tokens) == (3, 3 * TARGET)
     assert rx.current_patch(model) is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fakes import SHAPE, TARGET, FakeEvaluator, config
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rope_extend as rx
@@ -44,20 +44,21 @@ def test_every_candidate_is_in_its_space(seed: int, factor: float | None) -> Non
     assert set(finalists) <= set(evaluator.asked)
 
 
-@pytest.mark.parametrize(("channels", "documents"), [(2, 10), (4, 10)])
-def test_a_race_ends_where_few_tables_exist(channels: int, documents: int) -> None:
+@pytest.mark.parametrize("channels", [2, 4])
+def test_a_race_ends_where_few_tables_exist(channels: int) -> None:
     """Random steps find only tables that are known, which cost no pass."""
-    settings = config(target_length=8200, documents=documents, holdout=1, attention_factor=1.0)
+    settings = config(target_length=8200, documents=10, holdout=1, attention_factor=1.0)
     evaluator = FakeEvaluator(settings, shape=rx.RopeShape(channels, 1e4, 8192))
     assert race(evaluator)
     assert evaluator.passes <= settings.race_passes
 
 
 @given(documents=st.integers(1, 12), holdout=st.integers(1, 12), seed=st.integers(0, 99))
+@example(documents=1, holdout=3, seed=0)
 @settings(max_examples=12)
 def test_the_race_takes_at_most_a_twentieth_of_longrope(documents: int, holdout: int, seed: int) -> None:
     if 1344 * documents // 20 - 7 * holdout < max(50, 8 * documents):
-        with pytest.raises(rx.RopeExtendError, match="nothing is left of the race's budget"):
+        with pytest.raises(rx.RopeExtendError, match="nothing is left of the budget"):
             config(documents=documents, holdout=holdout, seed=seed)
         return
     chosen = config(documents=documents, holdout=holdout, seed=seed)
