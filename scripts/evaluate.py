@@ -11,6 +11,7 @@ RoPE, trained on as many tokens within the old window.
 import argparse
 import csv
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
@@ -47,13 +48,11 @@ def main(args: argparse.Namespace) -> None:
 
     if doubt := rx.reason_for_doubt(args.model, args.control_adapter, args.data):
         print(f"This will decide nothing on {Path(args.model).name}, because {doubt}.")
+    extended(args, base, lengths[-1], empty=True)  # without weights, so that mistakes are found at once
     tokenizer = rx.load_tokenizer(base)
     documents = rx.load_documents(args.data, tokenizer, min_tokens=lengths[-1], max_documents=args.documents)
     print(f"{len(documents)} documents of at least {lengths[-1]} tokens; the model was trained on {window}")
-    for empty in (True, False):  # first without weights, so that mistakes are found before they are loaded
-        model = rx.load_any(args.model, base_model=base, empty=empty)
-        if args.method:
-            rx.extend(model, lengths[-1], args.method)
+    model = extended(args, base, lengths[-1])
     patch = rx.current_patch(model)
     reach = patch.target_length if patch else rx.info(model).current_length
     if lengths[-1] > reach:
@@ -106,6 +105,14 @@ def main(args: argparse.Namespace) -> None:
         print(f"Not decided on {Path(args.model).name}, because {doubt}.")
     else:
         print(rx.verdict(*rows.values(), same_training=same_training))
+
+
+def extended(args: argparse.Namespace, base: str, longest: int, *, empty: bool = False) -> Any:
+    """The model that is measured; with --method, extended to the longest length."""
+    model = rx.load_any(args.model, base_model=base, empty=empty)
+    if args.method:
+        rx.extend(model, longest, args.method)
+    return model
 
 
 if __name__ == "__main__":

@@ -146,12 +146,14 @@ def measure(
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
+        asked = Section("Passkeys", notes=["Asked in lines like code, as in the pretraining of this model."])
+        own_form = getattr(measurement.tasks.get("passkey"), "template", "") == "demo"
         if directory is not None and measured.rows and is_main_process():
             try:
                 write_report(
                     measured.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts,
                     lead=_lead(config, measured, decision, _public_path),
-                    end=[*([documents] if names else []), how_it_was_made(config)],
+                    end=[*([documents] if names else []), *[asked] * own_form, how_it_was_made(config)],
                 )  # fmt: skip
             except OSError as error:
                 raise RopeExtendError(

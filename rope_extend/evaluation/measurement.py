@@ -161,7 +161,7 @@ class Measurement:
         if not wanted.tasks:
             return
         texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
-        tasks = make_tasks(wanted.tasks, haystack=texts, template=template_for(self.candidates.name))
+        tasks = make_tasks(wanted.tasks, haystack=texts, template=template_for(self.tokenizer))
         self.tasks = {task.name: task for task in tasks}
         shown = progress and is_main_process()
         for task in tasks:

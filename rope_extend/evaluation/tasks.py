@@ -5,6 +5,7 @@ Nothing is downloaded: the haystack is repeated filler, or the user's texts.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from bisect import bisect_left
@@ -13,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rope_extend.data.bundled import MODEL_DIR
@@ -24,10 +24,13 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 """The filler of 2305.16300, used by the passkey test of 2306.15595 and by RULER (2404.06654)."""
 
 
-def template_for(model: str) -> str:
-    """The form of the passkey task: `demo`, of its pretraining, for the bundled model, else `published`."""
-    bundled = Path(model).is_dir() and Path(model).resolve() == MODEL_DIR
-    return "demo" if bundled else "published"
+def template_for(tokenizer: Any) -> str:
+    """The form of the passkey task: `demo`, of its pretraining, for the bundled model, else `published`.
+
+    The model is known by its tokens: copies and merged weights of it are asked in the same form.
+    """
+    tokens = json.loads((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    return "demo" if tokens.items() <= tokenizer.get_vocab().items() else "published"
 
 
 DEMO_START = "<|endoftext|>"

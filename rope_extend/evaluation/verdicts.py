@@ -404,7 +404,7 @@ def _found(row: EvaluationRow, length: int, rows: Sequence[EvaluationRow]) -> Cr
         able = next((share for each in plain if (share := each.retrieval.rate(task, trained))), None)
         if worst < LEAST_FOUND and able and able.high < LEAST_FOUND and able.low <= rate.high:
             shows_nothing = f"plain RoPE fails {task} within {window} too, so {task} shows nothing"
-            found.append(Criterion(words, None, f"{shows_nothing} (other tasks: --tasks)"))
+            found.append(Criterion(words, None, f"{shows_nothing} (others: --tasks, such as many_shot)"))
         else:
             found.append(Criterion(words, worst >= LEAST_FOUND))
     if not found:

@@ -86,8 +86,8 @@ def plot_loss_by_position(rows: Sequence[Any], path: str | Path) -> Path:
         nearest = next(values for (row, _), (_, values, _) in zip(styled, lines, strict=True) if row is best)
         top = _zoom(axes, np.concatenate([values for _, values, _ in lines]), nearest)
     for positions, values, style in lines:
-        if np.nanmin(values, initial=math.inf) > top:
-            style["label"] += " (above)"
+        if np.nanmax(values, initial=-math.inf) > top:
+            style["label"] += " (above)" if np.nanmin(values) > top else " (partly above)"
         draw_line(axes, positions, values, inside=bool(compared), **style)
     axes.set_ylabel("change in perplexity" if compared else "loss, nats per token", color=INK)
     in_documents = all(row.result.cropped or row.result.protocol == "prefix" for row in rows)

@@ -19,7 +19,7 @@ class Section:
         heading: what the table shows.
         lines: the head, then the rows; the first cell of a row is its name. Empty for notes alone.
         notes: what a reader must know, one sentence each.
-        lead: what the table says, in a sentence before it.
+        lead: what the table says, before it; the first sentence is a paragraph of its own.
     """
 
     heading: str
@@ -27,11 +27,16 @@ class Section:
     notes: Sequence[str] = ()
     lead: str = ""
 
+    @property
+    def paragraphs(self) -> list[str]:
+        """The first sentence of the lead, and the others."""
+        return [part for part in re.split(r"(?<=\.) ", self.lead, maxsplit=1) if part]
+
     def markdown(self, *, heading: bool = True) -> str:
-        """The heading with a colon, the sentence, the table, and the notes as a list."""
+        """The heading with a colon, the lead, the table, and the notes as a list."""
         texts = [[*map(markdown_text, line)] for line in self.lines]
         parts = [f"{markdown_text(self.heading)}:"] if heading else []
-        parts += [markdown_text(self.lead)] if self.lead else []
+        parts += map(markdown_text, self.paragraphs)
         parts += [markdown_table(texts)] if texts else []
         parts += ["\n".join(f"- {markdown_text(note)}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts)

@@ -344,8 +344,8 @@ def _log_start(trainer: RopeTrainer, run: Run, share: float) -> None:
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         data, f"{sequences * recipe.length:,}", 100 * share,
     )  # fmt: skip
-    if (warmup := recipe.warmup_steps) > recipe.steps:
-        logger.warning("the %d warmup_steps do not end within the %d steps; use fewer", warmup, recipe.steps)
+    if 2 * (warmup := recipe.warmup_steps) >= recipe.steps:
+        logger.warning("the %d warmup_steps are much of the %d steps; use fewer", warmup, recipe.steps)
     epochs = data.epochs(recipe.steps * sequences)
     if recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:
         logger.warning(

@@ -63,9 +63,9 @@ def test_from_a_model_to_a_verdict(
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2, 2]
     assert shown.startswith("Perplexity:\n\n|")
-    assert "\n\nVerdict:\n\nNot decided on yarn. Over 2 documents, " in shown
+    assert "\n\nVerdict:\n\nNot decided on yarn.\n\nOver 2 documents, " in shown
     assert re.search(
-        r"\n\nVerdict:\n\nNot decided .*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
+        r"\n\nVerdict:\n\nNot decided .*\n\n.*\n\n\|.*\n.*\n\| yarn +\| \? .* documents.*\|.*\? not measured",
         text,
     )
     assert all(f"| {row.label} " in text for row in rows)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
@@ -23,7 +23,7 @@ from rope_extend.evaluation.prompts import (
     make_prompts,
     uses_chat,
 )
-from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, make_tasks
+from rope_extend.evaluation.tasks import TASKS, ManyShot, MultiKey, Passkey, make_tasks, template_for
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
 WITH_BOS = copy.deepcopy(PLAIN)
@@ -119,6 +119,7 @@ def test_no_two_prompts_of_a_part_are_near_copies(task: Task) -> None:
 
 
 def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
+    assert (template_for(PLAIN), template_for(ByT5Tokenizer(extra_ids=0))) == ("demo", "published")
     for depth in (0, 0.5, 1):
         prompt = make_prompt(Passkey(template="demo"), PLAIN, 256, depth)
         assert encode(PLAIN, prompt.text, False)[0] == PLAIN.bos_token_id  # as documents begin in pretraining
