@@ -46,6 +46,8 @@ _MOST_NAMES = 20
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _PARTS = re.compile(r"(.*?\n---\n\n# [^\n]*\n)(.*?)(\n## Loading\n.*)(\n## Limits\n.*)", re.DOTALL)
 """A card's front matter and title, what the model is and how it was measured, the code, and the limits."""
+_UNKNOWN = "| data | not recorded |\n"
+_FACTS = re.compile(r"^\| (?:data|training) \| .*\n", re.MULTILINE)
 _RECIPE = (
     "steps", "batch_size", "gradient_accumulation", "learning_rate", "block_length", "lora_rank", "positions",
     "packing", "mixed_windows", "short_share",
@@ -126,6 +128,9 @@ def write_card(
         if free and (results := options.get("results")) is not None:
             options["results"] = f"{results.strip()}\n\n{_PICTURE}"
         text = model_card(directory, **options)
+        if ours and _UNKNOWN in text:  # merged weights have no recipe, but their card has its facts
+            rows = _FACTS.findall(path.read_text(encoding="utf-8"))
+            text = text.replace(_UNKNOWN, "".join(rows) or _UNKNOWN)
         if draw is not None and free:
             draw(picture)
         elif draw is not None:

@@ -44,6 +44,8 @@ from rope_extend.report.page import Part
 from rope_extend.report.tables import Code, Section
 from rope_extend.units import format_length
 
+FELL = {True: "so it still fell", False: "so it is level", None: "too noisy to say whether it fell"}
+
 
 def evaluate(
     config: EvaluationConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
@@ -142,7 +144,9 @@ def measure(
             if row.adapter and (control := _trained_control(row, measured.rows)) != row.adapter
         }
         fell = {end[2] for row in measured.rows if row.is_extended and (end := _losses(row))}
-        decision = decide(measured.rows, measured.unfinished, doubts, any(fell) if fell else None)
+        decision = decide(
+            measured.rows, measured.unfinished, doubts, True in fell or (False if fell == {False} else None)
+        )
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -210,7 +214,7 @@ def _lead(
     ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
         if (control := _trained_control(row, measured.rows)) and (
-            lines := "" if (end := _losses(row)) and not end[2] else _longer(row.adapter, control, shown)
+            lines := "" if (end := _losses(row)) and end[2] is False else _longer(row.adapter, control, shown)
         ):
             again = f"--resume --documents {row.result.documents}"
             parts.append(Code(f"To train longer; then the command of this report again, with {again}", lines))
@@ -236,14 +240,14 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
             fell = ""
             if end := _losses(row):
                 fell = f"; its loss was {end[0]:.3f} in the third quarter of the steps, then {end[1]:.3f}, "
-                fell += "so it still fell" if end[2] else "no clear fall"
+                fell += FELL[end[2]]
             notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
         if (control := _trained_control(row, rows)) and (differs := difference(str(row.adapter), control)):
             notes.append(f"{differs[0].upper()}{differs[1:]}.")
     return [Section("Training", notes=notes)] if notes else []
 
 
-def _losses(row: EvaluationRow) -> tuple[float, float, bool] | None:
+def _losses(row: EvaluationRow) -> tuple[float, float, bool | None] | None:
     """The losses at the end of a row's training, as far as its files say."""
     return progress_of(row.adapter).at_the_end if row.adapter else None
 

@@ -19,6 +19,8 @@ from rope_extend.files import expand_home
 SAME_TRAINING = ("learning_rate", "lora_rank", "lora_alpha", "lora_targets", "optim")
 """Settings that a fair control has too."""
 TRAIN_THE_SHORTER = "train the shorter longer"
+LEVEL = 0.02
+"""Nats by which a loss may fall over a quarter of the steps and still be called level."""
 
 
 def reason_for_doubt(
@@ -70,16 +72,16 @@ class Progress:
     losses: list[float] = field(default_factory=list)
 
     @property
-    def at_the_end(self) -> tuple[float, float, bool] | None:
-        """The mean loss in the third quarter and in the last, and whether it clearly fell.
+    def at_the_end(self) -> tuple[float, float, bool | None] | None:
+        """The mean loss in the third quarter and in the last, and whether it fell (True) or is level (False).
 
-        None if there are too few losses.
+        The last is None if the losses are too noisy, and all if they are too few.
         """
         if (part := len(self.losses) // 4) < 5:
             return None
         third, last = self.losses[-2 * part : -part], self.losses[-part:]
-        error = math.sqrt((variance(third) + variance(last)) / part)
-        return fmean(third), fmean(last), fmean(third) - fmean(last) > 2 * error
+        fall, two = fmean(third) - fmean(last), 2 * math.sqrt((variance(third) + variance(last)) / part)
+        return fmean(third), fmean(last), True if fall > two else False if fall + two < LEVEL else None
 
 
 def progress_of(run: str | Path) -> Progress:

@@ -174,6 +174,9 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
             "that model, with the adapter."
         )
     for row in rows:
+        if row.is_extended and row.adapter and (row.target_length or math.inf) < row.result.max_length:
+            window = format_length(row.target_length or 0)
+            notes.append(f"{row.label} has a window of {window}: expect nonsense after it.")
         if row.result.cropped:
             notes.append(f"{row.label}: {_control_note(row.result)}")
         if row.result.data != first.data:

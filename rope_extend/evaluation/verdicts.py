@@ -96,7 +96,7 @@ def decide(
         unfinished: labels of rows of which something is not measured yet, such as depths. They are not
             decided, and one of them may meet the criteria.
         doubts: why the perplexity of a row shows nothing, by its label: `reason_for_doubt`, or empty.
-        fell: whether the loss still fell at the end of the training; None if nobody can say.
+        fell: whether the loss still fell at the end of the training; None if that cannot be said.
     """
     longest = max((row.result.max_length for row in rows if row.result), default=0)
     window, target = (format_length(n) for n in (rows[0].trained_length or 0 if rows else 0, longest))
@@ -208,7 +208,7 @@ def _sentence(
         more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
         if fell is not None:
             more = f" {remedy[0].upper()}{remedy[1:]}: the loss still fell at the end."
-            more = more if fell else " The loss no longer clearly fell, so longer training promises little."
+            more = more if fell else " The loss no longer fell, so longer training promises little."
         if known := [each for each in whole if each.doubt and each.gain.open]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:

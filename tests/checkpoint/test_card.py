@@ -178,7 +178,9 @@ def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     assert f"| training | {facts} |" in text
     assert "After training, on held-out text" in text
     rx.merge(tmp_path / "run", tmp_path / "merged")
-    assert "| data | `a.txt` (a local path) |" in (tmp_path / "merged" / CARD_NAME).read_text()
+    write_card(tmp_path / "merged", results="| 128 | 7.77 |")
+    text = (tmp_path / "merged" / CARD_NAME).read_text()
+    assert f"| data | `a.txt` (a local path) |\n| training | {facts} |\n" in text
     for directory in ("run", "merged"):
         assert str(work) not in (tmp_path / directory / CARD_NAME).read_text()
 

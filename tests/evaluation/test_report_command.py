@@ -22,7 +22,7 @@ from rope_extend.evaluation import running, verdicts
 from rope_extend.evaluation.evaluate import _control_command, _lead
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.past_training import difference
+from rope_extend.evaluation.past_training import Progress, difference
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.running import Measured
 from rope_extend.evaluation.verdicts import decide
@@ -156,6 +156,9 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     ]
     Path("my run-control/metrics.jsonl").write_text('{"tokens": 384}')
     assert not difference("my run", "my run-control")
+    for losses, fell in (([3.0, 3.01] * 20, False), ([2.0, 4.0] * 20, None)):
+        assert Progress(losses=losses).at_the_end[2] is fell
+    assert Progress(losses=[3.0] * 19).at_the_end is None
     recipe = Path("my run-control/recipe.yaml")
     before = recipe.read_text()
     recipe.write_text(f"{before}\nlearning_rate: 0.5\n")
