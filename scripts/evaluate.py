@@ -65,7 +65,8 @@ def main(args: argparse.Namespace) -> None:
         name = f"{Path(args.control_adapter or base).name}, context cropped to {window}"
         rows[name] = rx.perplexity(model, documents, lengths, protocol="cropped", window=window)
 
-    curves = table = {label: row.levels for label, row in rows.items()}
+    table = {label: row.levels for label, row in rows.items()}
+    curves = table.copy()
     if len(rows) > 1:  # beyond its window, a control may score some of the targets only
         (ours, row), (name, cropped) = rows.items()
         same, beyond = row.against(cropped), f"from token {window} on, targets of the control"

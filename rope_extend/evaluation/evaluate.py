@@ -26,6 +26,7 @@ from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.past_training import (
     TRAIN_THE_SHORTER,
+    Ending,
     difference,
     progress_of,
     reason_for_doubt,
@@ -143,10 +144,9 @@ def measure(
             for row in measured.rows
             if row.adapter and (control := _trained_control(row, measured.rows)) != row.adapter
         }
-        fell = {end[2] for row in measured.rows if row.is_extended and (end := _losses(row))}
-        decision = decide(
-            measured.rows, measured.unfinished, doubts, True in fell or (False if fell == {False} else None)
-        )
+        ends = {end.fell for row in measured.rows if row.is_extended and (end := _ending(row))}
+        fell = True in ends or (False if ends == {False} else None)
+        decision = decide(measured.rows, measured.unfinished, doubts, fell)
         names = ", ".join(Path(document.name).name for document in measurement.documents)
         first = "All" if len(measurement.documents) < (config.max_documents or math.inf) else "The first"
         documents = Section("Documents", notes=[f"{first} that are long enough, by path: {names}."])
@@ -213,8 +213,10 @@ def _lead(
         and (not each.doubt or each.doubt.endswith(TRAIN_THE_SHORTER))
     ]
     for row in (row for row in measured.rows if row.label in failed and row.adapter):
+        if (end := _ending(row)) and end.fell is False:
+            continue
         if (control := _trained_control(row, measured.rows)) and (
-            lines := "" if (end := _losses(row)) and end[2] is False else _longer(row.adapter, control, shown)
+            lines := _longer(row.adapter, control, shown)
         ):
             again = f"--resume --documents {row.result.documents}"
             parts.append(Code(f"To train longer; then the command of this report again, with {again}", lines))
@@ -236,20 +238,22 @@ def _training_notes(rows: Sequence[EvaluationRow]) -> list[Part]:
     for row in (row for row in rows if row.adapter and not row.cropped):
         if stopped := unfinished(str(row.adapter)):
             notes.append(f"The training of {row.label} {stopped}.")
-        elif tokens := progress_of(str(row.adapter)).tokens:
-            fell = ""
-            if end := _losses(row):
-                fell = f"; its loss was {end[0]:.3f} in the third quarter of the steps, then {end[1]:.3f}, "
-                fell += FELL[end[2]]
-            notes.append(f"{row.label} was trained on {tokens:,} tokens{fell}.")
+        elif (progress := progress_of(str(row.adapter))).tokens:
+            loss = ""
+            if end := progress.ending:
+                loss = (
+                    f"; its loss was {end.third:.3f} in the third quarter of the steps, then {end.last:.3f}, "
+                )
+                loss += FELL[end.fell]
+            notes.append(f"{row.label} was trained on {progress.tokens:,} tokens{loss}.")
         if (control := _trained_control(row, rows)) and (differs := difference(str(row.adapter), control)):
             notes.append(f"{differs[0].upper()}{differs[1:]}.")
     return [Section("Training", notes=notes)] if notes else []
 
 
-def _losses(row: EvaluationRow) -> tuple[float, float, bool | None] | None:
-    """The losses at the end of a row's training, as far as its files say."""
-    return progress_of(row.adapter).at_the_end if row.adapter else None
+def _ending(row: EvaluationRow) -> Ending | None:
+    """How the losses of a row's training end, as far as its files say."""
+    return progress_of(row.adapter).ending if row.adapter else None
 
 
 def _longer(adapter: str | None, control: str, shown: Callable[[str], str]) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -42,11 +42,11 @@ def reason_for_doubt(
     Returns:
         A clause that says what to do; empty if there is no reason.
     """
-    for each, whose in ((model, ""), (control, " control")):
-        if each is not None and (stopped := unfinished(each)):
-            return f"the training of its{whose or ' adapter'} {stopped}"
-        if each is not None and _was_trained_on(each, data, split):
-            it = f"its{whose}" if whose else "it"
+    runs = {"it": model} if control is None else {"it": model, "its control": control}
+    for it, run in runs.items():
+        if stopped := unfinished(run):
+            return f"the training of {'its adapter' if run is model else it} {stopped}"
+        if _was_trained_on(run, data, split):
             return f"{it} was trained on these texts: measure others, which it has not seen"
     return "" if control is None else difference(model, control)
 
@@ -63,6 +63,17 @@ def difference(model: str | Path, control: str | Path) -> str:
     return f"its control was trained with another {', '.join(names)}" if names else ""
 
 
+class Ending(NamedTuple):
+    """The mean loss in the third quarter of the steps and in the last, and whether it fell.
+
+    It fell, or is level, by two standard errors; None if the losses are too noisy to say.
+    """
+
+    third: float
+    last: float
+    fell: bool | None
+
+
 @dataclass(frozen=True)
 class Progress:
     """What the metrics of a run say: steps, tokens, and the losses that were logged."""
@@ -72,16 +83,15 @@ class Progress:
     losses: list[float] = field(default_factory=list)
 
     @property
-    def at_the_end(self) -> tuple[float, float, bool | None] | None:
-        """The mean loss in the third quarter and in the last, and whether it fell (True) or is level (False).
-
-        The last is None if the losses are too noisy, and all if they are too few.
-        """
+    def ending(self) -> Ending | None:
+        """How the losses end; None if they are too few."""
         if (part := len(self.losses) // 4) < 5:
             return None
         third, last = self.losses[-2 * part : -part], self.losses[-part:]
         fall, two = fmean(third) - fmean(last), 2 * math.sqrt((variance(third) + variance(last)) / part)
-        return fmean(third), fmean(last), True if fall > two else False if fall + two < LEVEL else None
+        return Ending(
+            fmean(third), fmean(last), True if fall > two else False if fall + two < LEVEL else None
+        )
 
 
 def progress_of(run: str | Path) -> Progress:

@@ -205,10 +205,12 @@ def _sentence(
             first += f"{', with or without training' * untrained}."
         missed = ", or passkeys are missed" if any(each.found.met is False for each in whole) else ""
         remedy = _remedy(rows)
-        more = f" {remedy[0].upper()}{remedy[1:]}, if the loss still fell at the end{missed}."
-        if fell is not None:
-            more = f" {remedy[0].upper()}{remedy[1:]}: the loss still fell at the end."
-            more = more if fell else " The loss no longer fell, so longer training promises little."
+        more = f" {remedy[0].upper()}{remedy[1:]}"
+        more += (
+            ": the loss still fell at the end." if fell else f", if the loss still fell at the end{missed}."
+        )
+        if fell is False:
+            more = " The loss no longer fell, so longer training promises little."
         if known := [each for each in whole if each.doubt and each.gain.open]:
             more = "".join(f" {each.label}: {each.gain.open}." for each in known)
     else:

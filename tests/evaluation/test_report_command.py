@@ -157,8 +157,8 @@ def test_the_control_of_an_adapter_trains_on_as_many_tokens(
     Path("my run-control/metrics.jsonl").write_text('{"tokens": 384}')
     assert not difference("my run", "my run-control")
     for losses, fell in (([3.0, 3.01] * 20, False), ([2.0, 4.0] * 20, None)):
-        assert Progress(losses=losses).at_the_end[2] is fell
-    assert Progress(losses=[3.0] * 19).at_the_end is None
+        assert Progress(losses=losses).ending.fell is fell
+    assert Progress(losses=[3.0] * 19).ending is None
     recipe = Path("my run-control/recipe.yaml")
     before = recipe.read_text()
     recipe.write_text(f"{before}\nlearning_rate: 0.5\n")
